@@ -1,0 +1,42 @@
+# One virtual environment in .venv, built once from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= true
+
+.PHONY: demo test test-slow lint format install clean
+
+install: $(READY)
+
+# torch first and pinned, so that the CPU build is taken where it is at hand instead of gigabytes of CUDA.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "unmask needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+		pytest hypothesis ruff mypy types-PyYAML types-tqdm -e .
+	touch $(READY)
+
+# MLM and MAE-LM on the same English, the same steps, side by side. Needs no network.
+demo: $(READY)
+	$(BIN)/unmask compare mlm mae-lm --output_dir runs/demo --overwrite
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

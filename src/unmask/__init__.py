@@ -1,0 +1,1 @@
+"""unmask: masked pretraining that keeps the artificial [MASK] token from harming the encoder."""

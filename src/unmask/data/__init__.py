@@ -1,0 +1,1 @@
+"""corpus -> tokens -> blocks -> masked batch."""

@@ -1,0 +1,74 @@
+"""The decoder (MAE-LM §4): shallow, post-norm, learned positions, no dropout; thrown away after pretraining.
+
+It is one and the same for every encoder. It reads the encoder's output at the visible positions and a fresh [MASK]
+embedding at the masked ones, and predicts there.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class DecoderLayer(nn.Module):
+    """Post-norm attention of `x` over `context`, then the feed-forward."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(size, size)
+        self.key_value = nn.Linear(size, 2 * size)
+        self.out = nn.Linear(size, size)
+        self.attention_norm = nn.LayerNorm(size, eps=1e-5)
+        self.up = nn.Linear(size, 4 * size)
+        self.down = nn.Linear(4 * size, size)
+        self.norm = nn.LayerNorm(size, eps=1e-5)
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None) -> Tensor:
+        """x [B, q, D], context [B, n, D], mask [B, 1, 1, n] (True: attend) or None -> [B, q, D]."""
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.query(x), *self.key_value(context).chunk(2, dim=-1))
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = self.attention_norm(x + self.out(attended.transpose(1, 2).flatten(2)))
+        return self.norm(x + self.down(F.gelu(self.up(x))))
+
+
+class Decoder(nn.Module):
+    """Predicts masked positions from the visible ones and their own positions.
+
+    size: width D of the decoder; encoder_size: width d of the encoder's output and of what the head takes;
+    masked_size: width of the masked positions' inputs; max_length: rows of the position table.
+    """
+
+    def __init__(
+        self, *, size: int, encoder_size: int, masked_size: int, heads: int, layers: int, max_length: int
+    ) -> None:
+        super().__init__()
+        self.visible_in = nn.Identity() if size == encoder_size else nn.Linear(encoder_size, size)
+        self.masked_in = nn.Identity() if size == masked_size else nn.Linear(masked_size, size)
+        self.positions = nn.Embedding(max_length, size)
+        self.norm = nn.LayerNorm(size, eps=1e-5)
+        self.layers = nn.ModuleList(DecoderLayer(size, heads) for _ in range(layers))
+        self.out = nn.Identity() if size == encoder_size else nn.Linear(size, encoder_size)
+
+    def forward(
+        self,
+        visible: Tensor,
+        visible_positions: Tensor,
+        masked: Tensor,
+        masked_positions: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states of the masked block [B, m, d].
+
+        visible: [B, v, d] output of the encoder; masked: [B, m, masked_size], the [MASK] embedding or the encoder's
+        own output there (`carry`); positions: [B, v] and [B, m]; mask: [B, v + m], True where real, None if all are.
+        """
+        x = torch.cat([self.visible_in(visible), self.masked_in(masked)], dim=1)
+        x = self.norm(x + self.positions(torch.cat([visible_positions, masked_positions], dim=1)))
+        attend = None if mask is None else mask[:, None, None, :]
+        for layer in self.layers[:-1]:
+            x = layer(x, x, attend)
+        # Only the masked block is read, so the last layer is computed there alone.
+        return self.out(self.layers[-1](x[:, visible.shape[1] :], x, attend))

@@ -1,0 +1,219 @@
+"""The command line: unmask tokenizer | pretrain | compare | fill | export."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from unmask.errors import UserError, nearest
+
+EXAMPLES = """
+examples:
+  unmask pretrain --objective mae-lm --data corpus.txt --preset tiny --output_dir runs/mae --max_steps 2000
+  unmask pretrain recipes/mae-lm-tiny.yaml --learning_rate 5e-4
+  unmask pretrain --objective mae-lm --encoder path-or-hub-name --data corpus.txt --output_dir runs/more
+  unmask pretrain runs/mae/config.yaml --resume_from_checkpoint latest
+
+Every flag of transformers.TrainingArguments is accepted; the most useful ones are listed.
+A recipe is a YAML file of the same names; flags override it.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]} (see `{self.prog} --help`).")
+
+
+def _pretraining_values(command: str, argv: list[str], positional: dict[str, Any], description: str) -> dict[str, Any]:
+    """The flags that were given, and the positional arguments."""
+    import dataclasses
+
+    from transformers import HfArgumentParser
+
+    from unmask.training.arguments import PretrainingArguments, RunArguments, unknown_argument
+
+    class Parser(HfArgumentParser, _Parser):  # type: ignore[misc]
+        pass
+
+    parser = Parser(
+        (RunArguments, PretrainingArguments),
+        prog=f"unmask {command}",
+        description=description,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    listed = set(RunArguments.__annotations__) | set(PretrainingArguments.__annotations__)
+    listed |= {"gradient_accumulation_steps", "num_train_epochs", "lr_scheduler_type", "seed", "max_grad_norm"}
+    listed |= {"dataloader_num_workers", "gradient_checkpointing", "torch_compile", "use_cpu", "help"}
+    for action in parser._actions:
+        if action.dest != "help":
+            action.default = argparse.SUPPRESS  # what is not given comes from the recipe or the preset
+        if action.dest not in listed or any(flag.startswith("--no_") for flag in action.option_strings):
+            action.help = argparse.SUPPRESS
+        elif action.help:
+            action.help = action.help.replace("%", "%%")
+    parser.add_argument(positional.pop("name"), **positional)
+    if argv and argv[-1] == "--resume_from_checkpoint":
+        argv = [*argv, "latest"]
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = {f.name for c in (RunArguments, PretrainingArguments) for f in dataclasses.fields(c)}
+        raise UserError(unknown_argument(unknown[0].lstrip("-").split("=")[0], known))
+    return vars(given)
+
+
+def _pretrain(argv: list[str]) -> None:
+    recipe = {"name": "recipe", "nargs": "?", "default": None, "help": "A YAML file of flags."}
+    values = _pretraining_values("pretrain", argv, recipe, "Pretrain an encoder, new or from a checkpoint.")
+    from unmask.training.arguments import read_recipe
+
+    path = values.pop("recipe")
+    _quiet()
+    from unmask.training.pretrain import pretrain
+
+    pretrain(**{**(read_recipe(path) if path else {}), **values})
+
+
+def _compare(argv: list[str]) -> None:
+    names = {"name": "objectives", "nargs": "+", "help": "Names of objectives, for example: mlm mae-lm."}
+    values = _pretraining_values("compare", argv, names, "The same data and steps under several objectives.")
+    _quiet()
+    from unmask.experiments.compare import compare
+
+    compare(**values)
+
+
+def _tokenizer(argv: list[str]) -> None:
+    parser = _Parser(prog="unmask tokenizer", description="Train a tokenizer on a corpus.")
+    parser.add_argument("--data", nargs="+", required=True, help="Corpus, as for `unmask pretrain`.")
+    parser.add_argument("--kind", default="bpe", help="bpe, wordpiece, unigram, char or smiles. Default: bpe.")
+    parser.add_argument("--vocab_size", type=int, default=8192, help="Tokens, special ones included. Default: 8192.")
+    parser.add_argument("--output_dir", type=Path, required=True, help="Where the tokenizer is saved.")
+    parser.add_argument("--lowercase", action="store_true", help="Lower-case all text.")
+    parser.add_argument("--text_column", help="Column that holds the text.")
+    parser.add_argument("--sample_by", default="auto", help="line, paragraph, document or auto.")
+    args = parser.parse_args(argv)
+    _quiet()
+    from unmask.data.corpus import open_corpus
+    from unmask.data.tokenizers import train_tokenizer
+
+    _refuse_filled(args.output_dir)
+    corpus = open_corpus(args.data, text_column=args.text_column, sample_by=args.sample_by)
+    tokenizer = train_tokenizer(corpus, args.kind, args.vocab_size, lowercase=args.lowercase)
+    tokenizer.save_pretrained(args.output_dir)
+    print(f"{args.kind} tokenizer with {len(tokenizer):,} tokens: {args.output_dir}")
+
+
+def _fill(argv: list[str]) -> None:
+    parser = _Parser(prog="unmask fill", description="Predict the [MASK]s of a text.")
+    parser.add_argument("run", type=Path, help="Folder of a run, or one of its checkpoints.")
+    parser.add_argument("text", help='Text with [MASK], for example "the capital of France is [MASK] ."')
+    parser.add_argument("--top_k", type=int, default=5, help="Candidates for each [MASK]. Default: 5.")
+    args = parser.parse_args(argv)
+    if args.top_k < 1:
+        raise UserError(f"top_k is {args.top_k}, but must be at least 1.")
+    model, tokenizer = _load_run(args.run)
+    from rich.console import Console
+    from rich.markup import escape
+
+    from unmask.evaluation.fill import fill
+
+    console = Console(highlight=False)
+    for number, candidates in enumerate(fill(model, tokenizer, args.text, args.top_k), start=1):
+        console.print(f"[bold]{escape(tokenizer.mask_token)} {number}[/bold]")
+        for token, probability in candidates:
+            console.print(f"  {probability:7.2%}  {'█' * round(30 * probability):<1} {escape(token)}")
+
+
+def _export(argv: list[str]) -> None:
+    parser = _Parser(prog="unmask export", description="Write a run's encoder as a stock transformers checkpoint.")
+    parser.add_argument("run", type=Path, help="Folder of a run, or one of its checkpoints.")
+    parser.add_argument("--output_dir", type=Path, required=True, help="Where the encoder is written.")
+    args = parser.parse_args(argv)
+    _refuse_filled(args.output_dir)
+    model, tokenizer = _load_run(args.run)
+    from unmask.modeling.export import export
+    from unmask.training.pretrain import training_facts
+
+    args.output_dir.parent.mkdir(parents=True, exist_ok=True)
+    export(model, tokenizer, args.output_dir, training_facts(args.run))
+    print(f"{type(model.encoder).__name__} and its tokenizer: {args.output_dir}")
+
+
+def _load_run(run: Path) -> Any:
+    """The model of a run's newest complete checkpoint, and its tokenizer."""
+    _quiet()
+    if not run.is_dir():
+        raise UserError(f"There is no run '{run}': give the output_dir of an `unmask pretrain` run.")
+    from unmask.data.tokenizers import load_tokenizer
+    from unmask.modeling.pretraining import PretrainingModel
+    from unmask.training.trainer import find_checkpoint
+
+    checkpoint = find_checkpoint(run)
+    return PretrainingModel.from_pretrained(checkpoint), load_tokenizer(str(checkpoint))
+
+
+def _refuse_filled(folder: Path) -> None:
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"output_dir '{folder}' is not empty: choose a new folder.")
+
+
+def _quiet() -> None:
+    """Only what the user must know: our own warnings, no library chatter."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    if hasattr(transformers.utils.logging, "disable_progress_bar"):
+        transformers.utils.logging.disable_progress_bar()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("unmask: %(message)s"))
+    logger = logging.getLogger("unmask")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+
+
+COMMANDS = {
+    "tokenizer": (_tokenizer, "train a tokenizer on a corpus: BPE, WordPiece, Unigram, characters, SMILES atoms"),
+    "pretrain": (_pretrain, "pretrain an encoder, new or from a checkpoint; a stock encoder comes out"),
+    "compare": (_compare, "the same data and steps under several objectives, side by side"),
+    "fill": (_fill, "predict the [MASK]s of a text"),
+    "export": (_export, "write a run's encoder as a stock transformers checkpoint"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; 0 on success, 2 and one sentence on stderr for a user's mistake."""
+    argv = sys.argv[1:] if argv is None else argv
+    width = max(map(len, COMMANDS))
+    usage = "usage: unmask COMMAND ...   (unmask COMMAND --help tells more)\n\n" + "\n".join(
+        f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items()
+    )
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage)
+        return 0
+    if argv[0] == "--version":
+        from unmask import __version__
+
+        print(__version__)
+        return 0
+    try:
+        if argv[0] not in COMMANDS:
+            raise UserError(f"There is no command '{argv[0]}': {nearest(argv[0], COMMANDS)}")
+        COMMANDS[argv[0]][0](argv[1:])
+        return 0
+    except UserError as error:
+        print(f"unmask: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("unmask: stopped; go on with --resume_from_checkpoint latest", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

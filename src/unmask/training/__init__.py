@@ -1,0 +1,1 @@
+"""Pretraining through a transformers Trainer."""

@@ -1,0 +1,262 @@
+"""One run from a corpus to a stock encoder: corpus -> blocks -> masked batches -> model -> checkpoints -> encoder/."""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.table import Table
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+
+from unmask import __version__
+from unmask.data.corpus import Corpus, open_corpus
+from unmask.data.documentation import documentation
+from unmask.data.masking import SequenceRows
+from unmask.data.packing import Blocks, Rows, Tokens, default_cache_dir, tokenize
+from unmask.data.tokenizers import boundaries, load_tokenizer, train_tokenizer
+from unmask.errors import UserError, nearest
+from unmask.modeling.export import export
+from unmask.modeling.pretraining import PretrainingConfig, PretrainingModel
+from unmask.objectives import Objective, get_objective
+from unmask.training.arguments import (
+    PretrainingArguments,
+    RunArguments,
+    build_arguments,
+    parse_pairs,
+    to_recipe,
+)
+from unmask.training.trainer import PretrainingTrainer, find_checkpoint, newest_complete
+
+logger = logging.getLogger("unmask")
+
+
+def pretrain(**values: Any) -> dict[str, Any]:
+    """Pretrain an encoder; keywords are the flags of `unmask pretrain`, and `data` may be a `datasets.Dataset`.
+
+    Returns what `metrics.json` of the run folder holds; losses in nats per target token. Raises `UserError`.
+    """
+    run, args = build_arguments(values)
+    objective = get_objective(run.objective, **parse_pairs(run.set, "--set"))
+    output = Path(args.output_dir)
+    checkpoint = _prepare_folder(output, run, args)
+    set_seed(args.seed)
+
+    tokenizer, train_tokens, eval_tokens = _open_data(run)
+    train_rows = _rows(train_tokens, run)
+    eval_rows = None if eval_tokens is None else _rows(eval_tokens, run, run.max_eval_samples)
+    model = _new_model(run, objective, tokenizer)
+    if eval_rows is None:
+        args.eval_strategy = "no"  # type: ignore[assignment]
+    output.mkdir(parents=True, exist_ok=True)
+    _write(output / "config.yaml", yaml.safe_dump(to_recipe(run, args), sort_keys=False))
+
+    trainer = PretrainingTrainer(model, args, train_rows, eval_rows, tokenizer)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if not trainer.args.should_save:
+        return {}
+    if newest_complete(output) is None:  # save_strategy=no
+        trainer._save_checkpoint(trainer.model, None)
+    metrics = _evaluate(trainer, run, train_tokens)
+    _write(output / "metrics.json", json.dumps(metrics, indent=2))
+    export(model, tokenizer, output / "encoder", training_facts(output))
+    _summary(metrics, output)
+    return metrics
+
+
+def training_facts(run: Path) -> dict[str, Any]:
+    """What a model card says of the training: the run's metrics.json and the main lines of its config.yaml."""
+    facts: dict[str, Any] = {}
+    if (run / "metrics.json").is_file():
+        facts |= json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+    if (run / "config.yaml").is_file():
+        recipe = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        names = ("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "packing", "encoder")
+        facts |= {name: recipe[name] for name in names if name in recipe}
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _prepare_folder(output: Path, run: RunArguments, args: PretrainingArguments) -> Path | None:
+    """Refuses a folder that holds something else; returns the checkpoint to go on from."""
+    if args.resume_from_checkpoint:
+        wanted = args.resume_from_checkpoint
+        if wanted.lower() not in ("latest", "true"):
+            return find_checkpoint(Path(wanted))
+        found = newest_complete(output)
+        if found is None:
+            logger.warning("%s holds no complete checkpoint yet: training starts from the beginning.", output)
+        return found
+    if output.is_file():
+        raise UserError(f"output_dir '{output}' is a file: give a folder.")
+    if (output / "config.yaml").exists():
+        if not run.overwrite:
+            raise UserError(
+                f"output_dir '{output}' already holds a run: choose another folder, go on with "
+                "--resume_from_checkpoint latest, or replace it with --overwrite."
+            )
+        for old in [*output.glob("checkpoint-*"), output / "encoder", output / "runs", output / ".incomplete"]:
+            shutil.rmtree(old, ignore_errors=True)
+        for name in ("config.yaml", "metrics.json"):
+            (output / name).unlink(missing_ok=True)
+    elif output.is_dir() and any(output.iterdir()):
+        raise UserError(f"output_dir '{output}' is not empty and holds no run: choose a new or an empty folder.")
+    return None
+
+
+def _open_data(run: RunArguments) -> tuple[PreTrainedTokenizerBase, Tokens, Tokens | None]:
+    """Tokenizer, training tokens and evaluation tokens."""
+    corpus = documentation() if run.data is None else _open(run.data, run)
+    eval_corpus = None if run.eval_data is None else _open(run.eval_data, run)
+    name = run.tokenizer or run.encoder
+    if name is not None:
+        tokenizer = load_tokenizer(name, trust_remote_code=run.trust_remote_code)
+    else:
+        assert run.vocab_size is not None
+        tokenizer = train_tokenizer(corpus, "bpe", run.vocab_size)
+    assert run.max_length is not None
+    tokenizer.model_max_length = run.max_length
+    cache = Path(run.cache_dir) if run.cache_dir else default_cache_dir()
+    tokens = tokenize(corpus, tokenizer, cache)
+    if eval_corpus is not None:
+        return tokenizer, tokens, tokenize(eval_corpus, tokenizer, cache)
+    if run.eval_fraction == 0:
+        return tokenizer, tokens, None
+    return tokenizer, *tokens.split(run.eval_fraction, seed=0)  # one split for all seeds, so that runs compare
+
+
+def _open(data: Any, run: RunArguments) -> Corpus:
+    return open_corpus(data, text_column=run.text_column, sample_by=run.sample_by)
+
+
+def _rows(tokens: Tokens, run: RunArguments, limit: int | None = None) -> SequenceRows:
+    assert run.max_length is not None
+    rows = (Blocks if run.packing == "blocks" else Rows)(tokens, run.max_length)
+    if len(rows) == 0:
+        raise UserError("No sequence of the corpus is long enough to mask anything: give longer or more documents.")
+    return rows if limit is None else _First(rows, limit)
+
+
+class _First:
+    """The first rows of others."""
+
+    def __init__(self, rows: SequenceRows, limit: int) -> None:
+        self.rows, self.lengths = rows, rows.lengths[:limit]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.rows[row]
+
+
+def _new_model(run: RunArguments, objective: Objective, tokenizer: PreTrainedTokenizerBase) -> PretrainingModel:
+    assert run.max_length is not None
+    shared: dict[str, Any] = {"mask_token_id": tokenizer.mask_token_id, "max_length": run.max_length}
+    if run.encoder is not None:
+        return PretrainingModel.from_encoder(
+            run.encoder,
+            objective,
+            vocab_size=len(tokenizer),
+            trust_remote_code=run.trust_remote_code,
+            **shared,
+        )
+    config = PretrainingConfig(encoder=new_encoder_config(run, tokenizer), objective=objective.to_dict(), **shared)
+    return PretrainingModel(config)
+
+
+def new_encoder_config(run: RunArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The config of a new encoder of the preset's size. Raises `UserError` for an unknown architecture or field."""
+    if run.model_type not in CONFIG_MAPPING:
+        raise UserError(f"transformers has no model_type '{run.model_type}': {nearest(run.model_type, CONFIG_MAPPING)}")
+    assert run.hidden_size is not None and run.max_length is not None
+    start, end = boundaries(tokenizer)
+    values: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": run.hidden_size,
+        "num_hidden_layers": run.num_hidden_layers,
+        "num_attention_heads": run.num_attention_heads,
+        "intermediate_size": 4 * run.hidden_size,
+        # RoBERTa-like tables begin after the padding index.
+        "max_position_embeddings": run.max_length + tokenizer.pad_token_id + 1,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": start,
+        "eos_token_id": end,
+        "tie_word_embeddings": True,
+    }
+    match run.model_type:
+        case "modernbert":  # every layer sees the whole sequence; gated feed-forward with as many weights as 4 x width
+            values |= {
+                "layer_types": ["full_attention"] * (run.num_hidden_layers or 0),
+                "intermediate_size": -(-8 * run.hidden_size // 3 // 64) * 64,
+                "cls_token_id": start,
+                "sep_token_id": end,
+            }
+        case "electra":
+            values["embedding_size"] = run.hidden_size
+        case "esm":
+            values |= {"position_embedding_type": "rotary", "token_dropout": False, "mask_token_id": tokenizer.mask_token_id}
+    values |= {k: yaml.safe_load(v) if isinstance(v, str) else v for k, v in parse_pairs(run.config_overrides, "--config_overrides").items()}
+    config_class = CONFIG_MAPPING[run.model_type]
+    known = set(config_class().to_dict()) | set(values)
+    for name in parse_pairs(run.config_overrides, "--config_overrides"):
+        if name not in config_class().to_dict():
+            raise UserError(f"{config_class.__name__} has no field '{name}': {nearest(name, known)}")
+    try:
+        return config_class(**values)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{config_class.__name__} refuses these values: {' '.join(str(error).split())}") from error
+
+
+def _evaluate(trainer: PretrainingTrainer, run: RunArguments, train_tokens: Tokens) -> dict[str, Any]:
+    """What `metrics.json` holds."""
+    last = [log for log in trainer.state.log_history if log["step"] == trainer.state.global_step and "eval_loss" in log]
+    scores = {} if trainer.eval_dataset is None else last[-1] if last else trainer.evaluate()
+    names = ("eval_loss", "eval_token_loss", "eval_joint_loss", "eval_accuracy")
+    return {
+        "objective": run.objective,
+        "steps": trainer.state.global_step,
+        "tokens": trainer.state.num_input_tokens_seen,
+        **{name: scores.get(name) for name in names},
+        "unigram_loss": _unigram_loss(trainer, train_tokens),
+        "tokens_per_second": trainer.tokens_per_second,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "encoder_parameters": sum(p.numel() for p in trainer.model.encoder.parameters()),
+        "seed": trainer.args.seed,
+        "unmask": __version__,
+    }
+
+
+def _unigram_loss(trainer: PretrainingTrainer, train_tokens: Tokens) -> float | None:
+    """Cross-entropy, in nats, of the masked evaluation targets under the training split's token frequencies.
+
+    One is added to every count, so that a target that training never saw costs a finite amount.
+    """
+    if trainer.eval_dataset is None:
+        return None
+    size = len(trainer.processing_class)
+    counts = train_tokens.counts(size) + 1.0
+    logs = np.log(counts / counts.sum())
+    rows = trainer.eval_dataset
+    targets = np.concatenate([rows[i]["labels"] for i in range(len(rows))])
+    return float(-logs[targets].mean())
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.incomplete")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _summary(metrics: dict[str, Any], output: Path) -> None:
+    table = Table(title=f"{metrics['objective']}: {output}", show_header=False)
+    for name in ("steps", "tokens", "eval_token_loss", "unigram_loss", "eval_accuracy", "tokens_per_second", "parameters"):
+        value = metrics[name]
+        text = "no evaluation split" if value is None else f"{value:.4g}" if 0 < abs(value) < 100 else f"{value:,.0f}"
+        table.add_row(name, text)
+    table.add_row("encoder", str(output / "encoder"))
+    Console().print(table)

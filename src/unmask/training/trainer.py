@@ -1,0 +1,205 @@
+"""The transformers Trainer on masked batches: fixed evaluation masks, whole checkpoints, corpus tokens counted."""
+
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer
+
+from unmask.data.masking import EpochSampler, MaskedBatches, MaskedRows, SequenceRows, Vocabulary
+from unmask.errors import UserError
+from unmask.modeling.pretraining import PretrainingModel
+from unmask.objectives import Objective
+from unmask.training.arguments import PretrainingArguments
+from unmask.training.callbacks import compact_progress
+
+logger = logging.getLogger("unmask")
+
+EVALUATION = Objective()  # unit token, ratio 0.15, all [MASK]: the same for every objective
+EVALUATION_SEED = 0  # and for every run
+MANIFEST = "complete.json"
+
+
+class PretrainingTrainer(Trainer):
+    """Trains a `PretrainingModel` on rows of ids (`Blocks` or `Rows`).
+
+    Evaluation returns, per target token: `eval_loss` (the objective's own), `eval_token_loss` (log-loss of the marginal
+    prediction), `eval_joint_loss`, all in nats, and `eval_accuracy` of the marginal prediction's argmax.
+    """
+
+    def __init__(
+        self,
+        model: PretrainingModel,
+        args: PretrainingArguments,
+        train_rows: SequenceRows,
+        eval_rows: SequenceRows | None,
+        tokenizer: PreTrainedTokenizerBase,
+        **kwargs: Any,
+    ) -> None:
+        vocabulary = Vocabulary(tokenizer)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=MaskedRows(train_rows, model.objective, vocabulary, seed),
+            eval_dataset=None if eval_rows is None else MaskedRows(eval_rows, EVALUATION, vocabulary, EVALUATION_SEED),
+            data_collator=MaskedBatches(vocabulary.pad_id),
+            compute_metrics=_metrics,
+            processing_class=tokenizer,
+            **kwargs,
+        )
+        compact_progress(self)
+        self._idle_seconds = 0.0
+        self._saving_to: str | None = None
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
+        rows: MaskedRows = self.train_dataset
+        batch = self.args.train_batch_size * self.args.world_size
+        return EpochSampler(rows.rows.lengths, batch, rows.seed)
+
+    def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Counts corpus tokens, visible and masked, never states or padding."""
+        parts = (("visible_ids", "visible_mask"), ("labels", "masked_mask"))
+        tokens = sum(inputs[mask].sum() if mask in inputs else inputs[ids].numel() for ids, mask in parts)
+        tokens = torch.as_tensor(tokens, device=self.args.device)
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return 0  # transformers' estimate knows nothing of masked blocks
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[None, torch.Tensor, torch.Tensor]:
+        """The sums of `PretrainingModel.score`, [B, 5], in the place of logits."""
+        inputs = self._prepare_inputs(inputs)
+        with self.accelerator.autocast():
+            scores = self.accelerator.unwrap_model(model).score(**inputs)
+        return None, scores, scores[:, 0]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        start = time.perf_counter()
+        metrics = super().evaluate(*args, **kwargs)
+        self._idle_seconds += time.perf_counter() - start
+        return metrics
+
+    # --- speed --------------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; sets `tokens_per_second`, corpus tokens over the time spent neither evaluating nor saving."""
+        self._idle_seconds, start = 0.0, time.perf_counter()
+        output = super().train(*args, **kwargs)
+        tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+        self.tokens_per_second = tokens / (time.perf_counter() - start - self._idle_seconds)
+        return output
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._saving_to or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Writes the checkpoint beside its place, lists its files in a manifest, and moves it there: whole or not at all."""
+        start = time.perf_counter()
+        name = f"checkpoint-{self.state.global_step}"
+        final = Path(self.args.output_dir) / name
+        staging = Path(self.args.output_dir) / ".incomplete"
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self._saving_to = str(staging)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving_to = None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            written = staging / name
+            if self.state.best_model_checkpoint == str(written):
+                self.state.best_model_checkpoint = str(final)
+                self.state.save_to_json(str(written / "trainer_state.json"))
+            (written / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing here would read
+            write_manifest(written)
+            shutil.rmtree(final, ignore_errors=True)
+            written.rename(final)
+            staging.rmdir()
+            self._rotate()
+        self.accelerator.wait_for_everyone()
+        self._idle_seconds += time.perf_counter() - start
+
+    def _rotate(self) -> None:
+        limit = self.args.save_total_limit
+        if limit is not None:
+            best = self.state.best_model_checkpoint
+            for old in checkpoints(Path(self.args.output_dir))[: -max(limit, 1)]:
+                if str(old) != best:
+                    shutil.rmtree(old)
+
+
+def _metrics(prediction: EvalPrediction) -> dict[str, float]:
+    targets, *sums = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
+    return dict(zip(("loss", "token_loss", "joint_loss", "accuracy"), (s / max(targets, 1) for s in sums), strict=True))
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first."""
+    found = [p for p in run.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")))
+
+
+def write_manifest(folder: Path) -> None:
+    """Sizes and hashes of all files of a checkpoint; all of it reaches the disk before this returns."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    manifest = {str(p.relative_to(folder)): _fingerprint(p) for p in files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in [*files, folder / MANIFEST, folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint has every file of its manifest, byte for byte."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return all(_fingerprint(folder / name) == expected for name, expected in manifest.items())
+    except (OSError, ValueError):
+        return False
+
+
+def newest_complete(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run, or None; damaged ones are named in a warning and passed over."""
+    for folder in reversed(checkpoints(run)):
+        if is_complete(folder):
+            return folder
+        logger.warning("%s is damaged or incomplete and is passed over.", folder)
+    return None
+
+
+def find_checkpoint(run: Path) -> Path:
+    """The checkpoint that a run folder stands for, or the checkpoint folder itself. Raises `UserError` if there is none."""
+    if (run / "config.json").is_file() and (run / MANIFEST).is_file():
+        if not is_complete(run):
+            raise UserError(f"The checkpoint '{run}' is damaged: choose an older one, or train on from the newest whole one.")
+        return run
+    found = newest_complete(run) if run.is_dir() else None
+    if found is None:
+        raise UserError(f"'{run}' holds no complete checkpoint: give the output_dir of an `unmask pretrain` run.")
+    return found
+
+
+def _fingerprint(path: Path) -> list[Any]:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return [path.stat().st_size, digest.hexdigest()]

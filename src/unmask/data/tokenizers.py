@@ -1,6 +1,5 @@
 """Train a tokenizer on a corpus, or load one. Trained ones have [PAD] [UNK] [CLS] [SEP] [MASK] as ids 0 to 4."""
 
-import json
 import logging
 import string
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,6 @@ logger = logging.getLogger("unmask")
 PAD, UNK, CLS, SEP = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 MASK = AddedToken("[MASK]", lstrip=True, special=True)
 SPECIAL_TOKENS = [PAD, UNK, CLS, SEP, MASK]
-NAMES = [PAD, UNK, CLS, SEP, MASK.content]
 
 ELEMENTS = """
     H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo
@@ -46,8 +44,9 @@ def train_tokenizer(
     """Train a tokenizer of a kind on documents: bpe, wordpiece, unigram, char or smiles.
 
     `bpe` and `unigram` work on bytes, so nothing is unknown to them; `wordpiece` is BERT's, with the 1,000 most
-    frequent characters; `smiles` has one token per atom, bond or ring closure and spells bracket atoms that are not in its
-    vocabulary. `vocab_size` counts the special tokens. `model_max_length` is left to the caller.
+    frequent characters; `smiles` has one token per atom, bond or ring closure and spells bracket atoms that are not in
+    its vocabulary. `vocab_size` counts the special tokens. `model_max_length` is left to the caller. Where counts tie,
+    `wordpiece` and `unigram` may choose other tokens each time.
 
     Raises `UserError` for an unknown kind, an empty corpus, a vocabulary smaller than the alphabet, lowercase SMILES.
     """
@@ -94,11 +93,6 @@ def _unigram(documents: Iterator[str], vocab_size: int, lowercase: bool) -> Toke
         vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, unk_token=UNK
     )
     tokenizer.train_from_iterator(documents, trainer)
-    # Ties come out in another order each time, and scores differ in the last digits: make the same corpus give the same.
-    trained = json.loads(tokenizer.to_str())["model"]["vocab"]
-    scores = {token: round(score, 9) for token, score in trained}
-    order = sorted(scores, key=lambda token: (token not in NAMES, -scores[token], token))
-    tokenizer.model = models.Unigram([(token, scores[token]) for token in [*NAMES, *order[len(NAMES) :]]], unk_id=1)
     return tokenizer
 
 
@@ -118,9 +112,6 @@ def _wordpiece(documents: Iterator[str], vocab_size: int, lowercase: bool) -> To
     tokenizer.decoder = decoders.WordPiece()
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, limit_alphabet=1000)
     tokenizer.train_from_iterator(documents, trainer)
-    # The trainer numbers the alphabet in another order each time: make the same corpus give the same ids.
-    vocabulary = [*NAMES, *sorted(tokenizer.get_vocab().keys() - set(NAMES))]
-    tokenizer.model = models.WordPiece({token: index for index, token in enumerate(vocabulary)}, unk_token=UNK)
     return tokenizer
 
 
@@ -143,7 +134,7 @@ def _pieces(pattern: str, alphabet: list[str], documents: Iterator[str], vocab_s
     tokenizer.decoder = decoders.Fuse()
     tokenizer.train_from_iterator(documents, trainers.WordLevelTrainer(vocab_size=1 << 31))
     counted = tokenizer.get_vocab()
-    required = [*NAMES, *alphabet]
+    required = [PAD, UNK, CLS, SEP, MASK.content, *alphabet]
     vocabulary = list(dict.fromkeys([*required, *sorted(counted, key=counted.__getitem__)]))
     kept = vocabulary[: max(vocab_size, len(required))]
     if len(kept) < len(vocabulary):

@@ -69,6 +69,10 @@ class Tokens:
         """Tokens of the stream: the selected documents with a separator between each two."""
         return int(self.ends[-1]) - (self.end is not None)
 
+    def document(self, index: int) -> np.ndarray:
+        """The ids of one document [tokens], a view of the file."""
+        return self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]]
+
     def read(self, low: int, high: int) -> np.ndarray:
         """The ids from low to high of that stream [high - low]."""
         first, last = np.searchsorted(self.ends, [low, high - 1], side="right")
@@ -110,8 +114,8 @@ class Tokens:
 def tokenize(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, cache_dir: str | Path) -> Tokens:
     """The corpus as ids, tokenised at the first call and read from `cache_dir` at every later one.
 
-    The text of a special token, such as "[MASK]" in a document, is tokenised as text. What is skipped is logged each time.
-    Raises `UserError` if the corpus gives no tokens.
+    The text of a special token, such as "[MASK]" in a document, is tokenised as text or left out. What was skipped is logged in
+    every call. Raises `UserError` if the corpus gives no tokens.
     """
     cache_dir = Path(cache_dir)
     folder = cache_dir / _fingerprint(corpus, tokenizer)
@@ -171,14 +175,15 @@ def _write(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
             rows = tokenizer(
                 documents,
                 add_special_tokens=False,
-                split_special_tokens=True,
+                # Tokenizers in Python may rely on splitting at added tokens (ESM's residues are such).
+                split_special_tokens=tokenizer.is_fast,
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,  # no warning that a document is longer than the model
             )["input_ids"]
             lengths = np.array([len(row) for row in rows], np.int64)
             ids = np.fromiter(chain.from_iterable(rows), dtype, count=int(lengths.sum()))
-            if (special := forged[ids]).any():  # some models know "</s>" as a piece of text, too
+            if (special := forged[ids]).any():  # some vocabularies have "</s>" as a piece of text, too
                 lengths = np.bincount(np.repeat(np.arange(len(rows)), lengths)[~special], minlength=len(rows))
                 ids = ids[~special]
             skipped["special tokens spelled in the text"] += int(special.sum())
@@ -251,7 +256,7 @@ class Rows:
         inner = _inner_length(tokens, length)
         # Few documents begin with a special token (an unknown one), so few have to be read.
         candidates = np.flatnonzero(np.isin(tokens.tokens[tokens.starts], tokens.special))
-        nothing = [row for row in candidates if np.isin(self._cut(tokens, row, inner), tokens.special).all()]
+        nothing = [row for row in candidates.tolist() if np.isin(tokens.document(row)[:inner], tokens.special).all()]
         if len(nothing) == len(tokens):
             raise UserError("no document has a token that could be masked: check that the tokenizer fits the corpus")
         if nothing:
@@ -263,18 +268,13 @@ class Rows:
         self.inner = inner
         self.lengths = np.minimum(self.tokens.lengths, inner) + (length - inner)
 
-    @staticmethod
-    def _cut(tokens: Tokens, row: int, inner: int) -> np.ndarray:
-        start = tokens.starts[row]
-        return tokens.tokens[start : start + min(tokens.lengths[row], inner)]
-
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> np.ndarray:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        return _between_boundaries(self.tokens, self._cut(self.tokens, row, self.inner))
+        return _between_boundaries(self.tokens, self.tokens.document(row)[: self.inner])
 
 
 def _inner_length(tokens: Tokens, length: int) -> int:

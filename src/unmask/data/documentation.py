@@ -1,4 +1,4 @@
-"""The corpus that is always there: English prose from the docstrings of the Python packages installed beside this one."""
+"""The corpus that is always there: English prose from the docstrings of the installed Python packages."""
 
 import ast
 import inspect
@@ -73,7 +73,7 @@ def _build(path: Path, budget: int, site_packages: Path) -> None:
 def _packages(site_packages: Path) -> list[list[Path]]:
     """The Python files of each installed package, in a fixed order."""
     packages = [folder for folder in sorted(site_packages.iterdir()) if folder.name.isidentifier() and folder.is_dir()]
-    return [sorted(folder.rglob("*.py")) for folder in packages]
+    return [[file for file in sorted(folder.rglob("*.py")) if "tests" not in file.parts] for folder in packages]
 
 
 def _in_turn(streams: list[Iterator[str]]) -> Iterator[str]:
@@ -88,17 +88,23 @@ def _in_turn(streams: list[Iterator[str]]) -> Iterator[str]:
 def _docstrings(files: list[Path]) -> Iterator[str]:
     for file in files:
         try:
-            tree = ast.parse(file.read_bytes())
+            source = file.read_bytes()
+            if b'"""' not in source:  # nearly all docstrings are quoted so, and parsing is what takes the time
+                continue
+            tree = ast.parse(source)
         except (SyntaxError, ValueError, OSError):  # templates, files of other Python versions
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                docstring = ast.get_docstring(node, clean=False)
-                if docstring and len(docstring) > 4 * MIN_WORDS:
-                    yield inspect.cleandoc(docstring)
+        nodes: list[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] = [tree]
+        for node in nodes:
+            if docstring := ast.get_docstring(node, clean=False):
+                yield inspect.cleandoc(docstring)
+            if isinstance(node, ast.Module | ast.ClassDef):  # what is defined in functions is private to them
+                nodes += (n for n in node.body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def _prose(docstring: str) -> str:
     """The paragraphs that read like text, one a line, without a blank line between."""
-    paragraphs = [" ".join(p.split()) for p in re.split(r"\n\s*\n", docstring) if not MARKUP.search(p)]
+    paragraphs = [
+        " ".join(p.split()) for p in re.split(r"\n\s*\n", docstring) if not MARKUP.search(p) and "\0" not in p
+    ]
     return "\n".join(p for p in paragraphs if p and sum(c.isalpha() or c == " " for c in p) > 0.85 * len(p))

@@ -114,8 +114,8 @@ class Tokens:
 def tokenize(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, cache_dir: str | Path) -> Tokens:
     """The corpus as ids, tokenised at the first call and read from `cache_dir` at every later one.
 
-    The text of a special token, such as "[MASK]" in a document, is tokenised as text or left out. What was skipped is logged in
-    every call. Raises `UserError` if the corpus gives no tokens.
+    A special token's name in a document, such as "[MASK]", is tokenised as text or left out. What was skipped is logged
+    in every call. Raises `UserError` if the corpus gives no tokens.
     """
     cache_dir = Path(cache_dir)
     folder = cache_dir / _fingerprint(corpus, tokenizer)

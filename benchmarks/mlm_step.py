@@ -2,8 +2,8 @@
 
     python benchmarks/mlm_step.py [--model_type modernbert] [--repeats 15]
 
-The peer is what `run_mlm.py` runs: `AutoModelForMaskedLM` on the full sequence, logits for every token. Steps of the two
-alternate, so that both see the same machine; the figure is the ratio of their medians.
+The peer is what `run_mlm.py` runs: `AutoModelForMaskedLM` on the full sequence, logits for every token. Steps of the
+two alternate, so that both see the same machine; the figure is the ratio of their medians.
 """
 
 import argparse
@@ -124,7 +124,9 @@ def main() -> None:
         "speedup": statistics.median(seconds["stock"]) / statistics.median(seconds["unmask"]),
     }
     for name, (low, median, high) in result["milliseconds"].items():
-        print(f"{name:8} {median:8.1f} ms a step (min {low:.1f}, max {high:.1f})  {tokens / median * 1e3:10,.0f} tokens/s")
+        print(
+            f"{name:8} {median:8.1f} ms a step (min {low:.1f}, max {high:.1f})  {tokens / median * 1e3:10,.0f} tokens/s"
+        )
     print(f"unmask is {result['speedup']:.2f} times as fast")
     if args.json:
         args.json.write_text(json.dumps(result, indent=2))

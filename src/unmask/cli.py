@@ -34,8 +34,8 @@ def _pretraining_values(command: str, argv: list[str], positional: dict[str, Any
 
     from unmask.training.arguments import PretrainingArguments, RunArguments, unknown_argument
 
-    class Parser(HfArgumentParser, _Parser):  # type: ignore[misc]
-        pass
+    class Parser(HfArgumentParser):
+        error = _Parser.error
 
     parser = Parser(
         (RunArguments, PretrainingArguments),

@@ -150,9 +150,10 @@ def _convert(field: str, value: Any) -> Any:
         if isinstance(default, tuple):
             parts = value.replace("(", "").replace(")", "").split(",") if isinstance(value, str) else value
             return tuple(float(part) for part in parts)
-        return (int if default is None else type(default))(value)
+        kind: Any = int if default is None else type(default)
+        return kind(value)
     except (TypeError, ValueError):
-        kind = "three numbers" if isinstance(default, tuple) else type(default).__name__
+        expected = "three numbers" if isinstance(default, tuple) else type(default).__name__
         raise UserError(
-            f"{field}={value!r} cannot be read: expected {kind}, as in {field}={default or 256}."
+            f"{field}={value!r} cannot be read: expected {expected}, as in {field}={default or 256}."
         ) from None

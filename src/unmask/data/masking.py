@@ -43,10 +43,6 @@ class Vocabulary:
         self.pad_id: int = tokenizer.pad_token_id
         self.special = np.zeros(self.size, dtype=bool)
         self.special[[i for i in tokenizer.all_special_ids if i < self.size]] = True
-        # An unknown token stands for text, so it is masked like any other, but it is never drawn as a random id.
-        self.maskable = ~self.special
-        if tokenizer.unk_token_id is not None:
-            self.maskable[tokenizer.unk_token_id] = True
         self.ordinary = np.flatnonzero(~self.special)
         self.begins_word = _word_beginnings(tokenizer.convert_ids_to_tokens(range(self.size)))
 
@@ -61,12 +57,14 @@ def _word_beginnings(pieces: Sequence[str | None]) -> np.ndarray:
     return np.array([not text.startswith("##") for text in texts])
 
 
-def choose_masked(ids: np.ndarray, objective: Objective, vocabulary: Vocabulary, rng: np.random.Generator) -> np.ndarray:
+def choose_masked(
+    ids: np.ndarray, objective: Objective, vocabulary: Vocabulary, rng: np.random.Generator
+) -> np.ndarray:
     """Ascending positions [m] to mask in `ids` [L]: exactly round(mask_ratio x length without boundaries), at least 1.
 
     Separators and other special tokens are never masked. Units are drawn until m; the last one is shortened.
     """
-    maskable = vocabulary.maskable[ids]
+    maskable = ~vocabulary.special[ids]
     candidates = np.flatnonzero(maskable)
     boundaries = int(vocabulary.special[ids[0]]) + int(len(ids) > 1 and vocabulary.special[ids[-1]])
     count = min(max(1, round(objective.mask_ratio * (len(ids) - boundaries))), len(candidates))

@@ -21,7 +21,9 @@ def masked_batch(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, te
     ids = torch.tensor(tokenizer(text)["input_ids"])
     masked = ids == tokenizer.mask_token_id
     if not masked.any():
-        raise UserError(f"The text holds no {tokenizer.mask_token}: write {tokenizer.mask_token} where a token is missing.")
+        raise UserError(
+            f"The text holds no {tokenizer.mask_token}: write {tokenizer.mask_token} where a token is missing."
+        )
     if len(ids) > model.config.max_length:
         raise UserError(
             f"The text has {len(ids)} tokens but the model was trained on {model.config.max_length}: shorten it."

@@ -52,7 +52,7 @@ HEADS = {
 
 
 class Head(nn.Module):
-    """dense -> activation -> norm -> projection, the projection tied to the encoder's token table where the family ties.
+    """dense -> activation -> norm -> projection, which is tied to the encoder's token table where the family ties.
 
     A family that is not in `HEADS` gets dense, GELU, LayerNorm and a tied projection (the papers' head), untrained.
     """

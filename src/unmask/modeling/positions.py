@@ -19,7 +19,7 @@ PROBE_TOLERANCE = 1e-4
 
 def position_offset(encoder: PreTrainedModel) -> int:
     """The id of the first position: padding index + 1 for RoBERTa-like encoders, 0 for others."""
-    embeddings = getattr(encoder, "embeddings", None)
+    embeddings: Any = getattr(encoder, "embeddings", None)
     if getattr(encoder.config, "position_embedding_type", "absolute") == "rotary":
         return 0
     create = getattr(embeddings, "create_position_ids_from_inputs_embeds", None)
@@ -42,9 +42,7 @@ def attention_window(encoder: PreTrainedModel) -> int | None:
     return encoder.config.sliding_window if "sliding_attention" in layer_types else None
 
 
-def encode(
-    encoder: PreTrainedModel, positions: Tensor, mask: Tensor | None, offset: int, **tokens: Tensor
-) -> Tensor:
+def encode(encoder: PreTrainedModel, positions: Tensor, mask: Tensor | None, offset: int, **tokens: Tensor) -> Tensor:
     """Hidden states [B, n, d] of tokens that stand anywhere in the tensor.
 
     positions: [B, n] in the original sequence, from 0; mask: [B, n] True where real, None if all are;
@@ -70,7 +68,9 @@ def _windows_by_position(
     if encoder.config._attn_implementation == "eager":  # eager adds its mask: a boolean one would be silently wrong
         least = torch.finfo(encoder.dtype).min
         return {
-            kind: None if m is None else torch.zeros(m.shape, dtype=encoder.dtype, device=m.device).masked_fill(~m, least)
+            kind: None
+            if m is None
+            else torch.zeros(m.shape, dtype=encoder.dtype, device=m.device).masked_fill(~m, least)
             for kind, m in masks.items()
         }
     return masks
@@ -122,6 +122,6 @@ def probe(encoder: PreTrainedModel) -> None:
     if not difference <= PROBE_TOLERANCE:
         raise UserError(
             f"{name} does not honour its position_ids: the same tokens, permuted with their positions and with others "
-            f"hidden, gave hidden states that differ by {difference:.2g} (at most {PROBE_TOLERANCE:g} is rounding), so it "
-            "takes positions from the place in the tensor; use an encoder that does not."
+            f"hidden, gave hidden states that differ by {difference:.2g} (at most {PROBE_TOLERANCE:g} is rounding), so "
+            "it takes positions from the place in the tensor; use an encoder that does not."
         )

@@ -143,6 +143,7 @@ class PretrainingModel(PreTrainedModel):
         return self.token_table
 
     def _new_decoder(self, config: PretrainingConfig) -> Decoder:
+        assert isinstance(config.encoder, PreTrainedConfig)
         width = config.encoder.hidden_size
         size = self.objective.decoder_hidden_size or width
         heads = config.encoder.num_attention_heads
@@ -208,9 +209,7 @@ class PretrainingModel(PreTrainedModel):
         positions = torch.cat([visible_positions, masked_positions], dim=1) if in_encoder else visible_positions
         if self.objective.positions == "consecutive":
             positions = _ranks(positions, both_masks if in_encoder else visible_mask)
-        hidden = encode(
-            self.encoder, positions, both_masks if in_encoder else visible_mask, self.offset, input_ids=ids
-        )
+        hidden = encode(self.encoder, positions, both_masks if in_encoder else visible_mask, self.offset, input_ids=ids)
         if self.decoder is None:
             return hidden[:, v:]
         if self.objective.decoder_masked_input == "carry":

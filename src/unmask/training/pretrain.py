@@ -42,7 +42,7 @@ def pretrain(**values: Any) -> dict[str, Any]:
     """
     run, args = build_arguments(values)
     objective = get_objective(run.objective, **parse_pairs(run.set, "--set"))
-    output = Path(args.output_dir)
+    output = Path(args.output_dir or "")
     checkpoint = _prepare_folder(output, run, args)
     set_seed(args.seed)
 
@@ -51,7 +51,7 @@ def pretrain(**values: Any) -> dict[str, Any]:
     eval_rows = None if eval_tokens is None else _rows(eval_tokens, run, run.max_eval_samples)
     model = _new_model(run, objective, tokenizer)
     if eval_rows is None:
-        args.eval_strategy = "no"  # type: ignore[assignment]
+        args.eval_strategy = "no"
     output.mkdir(parents=True, exist_ok=True)
     _write(output / "config.yaml", yaml.safe_dump(to_recipe(run, args), sort_keys=False))
 
@@ -172,7 +172,8 @@ def new_encoder_config(run: RunArguments, tokenizer: PreTrainedTokenizerBase) ->
     """The config of a new encoder of the preset's size. Raises `UserError` for an unknown architecture or field."""
     if run.model_type not in CONFIG_MAPPING:
         raise UserError(f"transformers has no model_type '{run.model_type}': {nearest(run.model_type, CONFIG_MAPPING)}")
-    assert run.hidden_size is not None and run.max_length is not None
+    assert run.hidden_size is not None
+    assert run.max_length is not None
     start, end = boundaries(tokenizer)
     values: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -198,8 +199,15 @@ def new_encoder_config(run: RunArguments, tokenizer: PreTrainedTokenizerBase) ->
         case "electra":
             values["embedding_size"] = run.hidden_size
         case "esm":
-            values |= {"position_embedding_type": "rotary", "token_dropout": False, "mask_token_id": tokenizer.mask_token_id}
-    values |= {k: yaml.safe_load(v) if isinstance(v, str) else v for k, v in parse_pairs(run.config_overrides, "--config_overrides").items()}
+            values |= {
+                "position_embedding_type": "rotary",
+                "token_dropout": False,
+                "mask_token_id": tokenizer.mask_token_id,
+            }
+    values |= {
+        k: yaml.safe_load(v) if isinstance(v, str) else v
+        for k, v in parse_pairs(run.config_overrides, "--config_overrides").items()
+    }
     config_class = CONFIG_MAPPING[run.model_type]
     known = set(config_class().to_dict()) | set(values)
     for name in parse_pairs(run.config_overrides, "--config_overrides"):
@@ -254,7 +262,15 @@ def _write(path: Path, text: str) -> None:
 
 def _summary(metrics: dict[str, Any], output: Path) -> None:
     table = Table(title=f"{metrics['objective']}: {output}", show_header=False)
-    for name in ("steps", "tokens", "eval_token_loss", "unigram_loss", "eval_accuracy", "tokens_per_second", "parameters"):
+    for name in (
+        "steps",
+        "tokens",
+        "eval_token_loss",
+        "unigram_loss",
+        "eval_accuracy",
+        "tokens_per_second",
+        "parameters",
+    ):
         value = metrics[name]
         text = "no evaluation split" if value is None else f"{value:.4g}" if 0 < abs(value) < 100 else f"{value:,.0f}"
         table.add_row(name, text)

@@ -96,7 +96,7 @@ class PretrainingTrainer(Trainer):
     # --- speed --------------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; sets `tokens_per_second`, corpus tokens over the time spent neither evaluating nor saving."""
+        """As in transformers; sets `tokens_per_second`: corpus tokens over the time not spent evaluating or saving."""
         self._idle_seconds, start = 0.0, time.perf_counter()
         output = super().train(*args, **kwargs)
         tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
@@ -109,7 +109,7 @@ class PretrainingTrainer(Trainer):
         return self._saving_to or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Writes the checkpoint beside its place, lists its files in a manifest, and moves it there: whole or not at all."""
+        """Writes the checkpoint beside its place, with a manifest, and moves it there: whole or not at all."""
         start = time.perf_counter()
         name = f"checkpoint-{self.state.global_step}"
         final = Path(self.args.output_dir) / name
@@ -186,10 +186,10 @@ def newest_complete(run: Path) -> Path | None:
 
 
 def find_checkpoint(run: Path) -> Path:
-    """The checkpoint that a run folder stands for, or the checkpoint folder itself. Raises `UserError` if there is none."""
+    """The newest complete checkpoint of a run folder, or the checkpoint folder itself; `UserError` if there is none."""
     if (run / "config.json").is_file() and (run / MANIFEST).is_file():
         if not is_complete(run):
-            raise UserError(f"The checkpoint '{run}' is damaged: choose an older one, or train on from the newest whole one.")
+            raise UserError(f"The checkpoint '{run}' is damaged: choose an older one.")
         return run
     found = newest_complete(run) if run.is_dir() else None
     if found is None:

@@ -1,0 +1,48 @@
+import pytest
+
+from unmask.errors import UserError
+from unmask.objectives import OBJECTIVES, get_objective, objective_from_dict
+
+
+def test_named_objectives_are_what_the_papers_say():
+    mlm, mae = get_objective("mlm"), get_objective("mae-lm")
+    assert (mlm.encoder_states, mlm.decoder_layers, mlm.states) == (1, 0, 1)
+    assert (mae.encoder_states, mae.decoder_layers, mae.decoder_states, mae.states) == (0, 4, 1, 1)
+    assert mlm.mask_ratio == mae.mask_ratio == 0.15
+    assert mlm.mask_fill == mae.mask_fill == (1.0, 0.0, 0.0)
+
+
+def test_strings_from_the_command_line_become_the_fields_types():
+    objective = get_objective("mae-lm", mask_ratio="0.3", decoder_layers="2", decoder_hidden_size="64", mask_unit="word")
+    assert (objective.mask_ratio, objective.decoder_layers, objective.decoder_hidden_size) == (0.3, 2, 64)
+    assert get_objective("mlm", mask_fill="0.8,0.1,0.1").mask_fill == (0.8, 0.1, 0.1)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_round_trip_through_plain_values(name):
+    objective = get_objective(name)
+    assert objective_from_dict(objective.to_dict()) == objective
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        ("mae-ml", {}, "did you mean 'mae-lm'"),
+        ("mlm", {"mask_ration": 0.2}, "did you mean 'mask_ratio'"),
+        ("mlm", {"mask_ratio": 0}, "strictly between 0 and 1"),
+        ("mlm", {"mask_ratio": 1.0}, "strictly between 0 and 1"),
+        ("mlm", {"mask_ratio": "half"}, "cannot be read"),
+        ("mlm", {"mask_unit": "words"}, "did you mean 'word'"),
+        ("mlm", {"mask_fill": (0.8, 0.1, 0.2)}, "sum to 1"),
+        ("mlm", {"encoder_states": 0}, "nothing to predict from"),
+        ("mlm", {"decoder_states": 1}, "needs a decoder"),
+        ("mlm", {"decoder_hidden_size": 64}, "needs a decoder"),
+        ("mlm", {"decoder_masked_input": "carry"}, "needs a decoder"),
+        ("mae-lm", {"decoder_masked_input": "carry"}, "encoder_states equal to decoder_states"),
+        ("mae-lm", {"mask_fill": (0.8, 0.1, 0.1)}, "keeps them out"),
+        ("mae-lm", {"decoder_states": 0}, "1 state per masked position"),
+    ],
+)
+def test_senseless_settings_are_refused_with_the_reason(name, fields, says):
+    with pytest.raises(UserError, match=says):
+        get_objective(name, **fields)

@@ -6,7 +6,9 @@ import pytest
 import zstandard
 
 from unmask.data import corpus as module
+from unmask.data import documentation as docs
 from unmask.data.corpus import open_corpus
+from unmask.data.documentation import documentation
 from unmask.errors import UserError
 
 
@@ -172,3 +174,59 @@ def test_the_fingerprint_follows_the_content_not_the_place(tmp_path):
     table = datasets.Dataset.from_dict({"text": ["a"], "title": ["b"]})
     assert open_corpus(table).fingerprint == open_corpus(table).fingerprint
     assert open_corpus(table).fingerprint != open_corpus(table, text_column="title").fingerprint
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Two packages as site-packages: one large, one small."""
+    words = "and this is a sentence of quite a few words that says what the thing is for and why it is there at all"
+    functions = [f'def f{i}():\n    """Number {"x" * i} of a large package, {words}."""\n' for i in range(50)]
+    write(tmp_path / "site" / "large" / "__init__.py", "\n".join(functions))
+    small = f"""
+class A:
+    \'\'\'About A, {words}:
+
+    >>> A()
+
+    ======  ======
+    a table it is
+    ======  ======
+
+        f(x) = [1, 2, 3] + {{4}} ** 2 / 7
+
+    The end,
+      of A.
+    \'\'\'
+
+    def short(self):
+        \'\'\'Too short.\'\'\'
+    def copy(self):
+        \'\'\'Number  of a large
+        package, {words}.\'\'\'
+""".replace("'''", '"""')
+    write(tmp_path / "site" / "small" / "a.py", small)
+    write(tmp_path / "site" / "small" / "broken.py", '"""This does not parse"""\n(')
+    monkeypatch.setattr(docs.np, "__file__", str(tmp_path / "site" / "numpy" / "__init__.py"))
+    monkeypatch.setenv("UNMASK_CACHE", str(tmp_path / "cache"))
+    return words
+
+
+def test_documentation_is_prose_without_duplicates(packages):
+    documents = list(documentation())
+    assert len(documents) == 51
+    assert documents[1] == f"About A, {packages}:\nThe end, of A."
+    assert len(set(documents)) == len(documents)
+
+
+def test_documentation_keeps_to_its_budget_and_takes_packages_in_turn(packages):
+    corpus = documentation(megabytes=0.001)
+    documents = list(corpus)
+    assert 800 < sum(len(document.encode()) for document in documents) <= 1000
+    assert any(document.startswith("About A") for document in documents)
+    assert documentation(megabytes=0.001).fingerprint == corpus.fingerprint
+
+
+def test_documentation_is_read_from_the_cache(packages, monkeypatch):
+    documents = list(documentation())
+    monkeypatch.setattr(docs, "_build", None)
+    assert list(documentation()) == documents

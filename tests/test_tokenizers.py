@@ -113,6 +113,14 @@ def test_smiles_atoms_are_tokens():
     assert tokenizer.tokenize("Sc1Sn") == ["S", "c", "1", "S", "n"]  # outside brackets: sulphur and an aromatic atom
 
 
+ATOMS = "[13CH3-] [C@TH1H] [C@@] [Fe+2] [Fe++] [O--] [238U] [se] [nH+] [OH:2] [*] [2H] [Rf@OH30] [NH3+:12]"
+
+
+@pytest.mark.parametrize("atom", ATOMS.split())
+def test_a_bracket_atom_of_the_corpus_is_one_token(atom):
+    assert train_tokenizer([f"C{atom}C"], "smiles", 400).tokenize(f"N{atom}N") == ["N", atom, "N"]
+
+
 @pytest.mark.parametrize("smiles", MOLECULES + UNSEEN)
 def test_smiles_have_no_unknowns_and_come_back(smiles):
     tokenizer = train("smiles")

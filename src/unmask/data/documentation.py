@@ -1,11 +1,11 @@
 """The corpus that is always there: English prose from the docstrings of the installed Python packages."""
 
 import ast
-import inspect
 import logging
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
@@ -21,6 +21,7 @@ logger = logging.getLogger("unmask")
 
 MIN_WORDS = 20
 MARKUP = re.compile(r">>>|```|^\s*(\.\. |[-=~^+|*#]{3,}|\|)", re.MULTILINE)
+SYMBOLS = re.compile(r"[^a-zA-Z ]")
 
 
 def documentation(megabytes: float = 10) -> Corpus:
@@ -47,6 +48,7 @@ def _build(path: Path, budget: int, site_packages: Path) -> None:
     with (
         tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as scratch,
         tqdm(desc="Reading docstrings", total=budget, unit="B", unit_scale=True) as progress,
+        warnings.catch_warnings(action="ignore"),  # the parser's about other people's code
     ):
         with open(whole := Path(scratch, "whole"), "w", encoding="utf-8", newline="\n") as file:
             for docstring in _in_turn([_docstrings(package) for package in _packages(site_packages)]):
@@ -97,14 +99,12 @@ def _docstrings(files: list[Path]) -> Iterator[str]:
         nodes: list[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] = [tree]
         for node in nodes:
             if docstring := ast.get_docstring(node, clean=False):
-                yield inspect.cleandoc(docstring)
+                yield docstring
             if isinstance(node, ast.Module | ast.ClassDef):  # what is defined in functions is private to them
                 nodes += (n for n in node.body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def _prose(docstring: str) -> str:
     """The paragraphs that read like text, one a line, without a blank line between."""
-    paragraphs = [
-        " ".join(p.split()) for p in re.split(r"\n\s*\n", docstring) if not MARKUP.search(p) and "\0" not in p
-    ]
-    return "\n".join(p for p in paragraphs if p and sum(c.isalpha() or c == " " for c in p) > 0.85 * len(p))
+    paragraphs = [" ".join(p.split()) for p in re.split(r"\n\s*\n", docstring) if not MARKUP.search(p)]
+    return "\n".join(p for p in paragraphs if p and len(SYMBOLS.sub("", p)) > 0.85 * len(p) and "\0" not in p)

@@ -100,7 +100,8 @@ def test_spans_are_runs_of_geometric_length(vocabulary):
     rng = np.random.default_rng(0)
     lengths = []
     for _ in range(300):
-        chosen = choose_masked(block(vocabulary, 500, rng), Objective(mask_ratio=0.04, mask_unit="span"), vocabulary, rng)
+        objective = Objective(mask_ratio=0.04, mask_unit="span")
+        chosen = choose_masked(block(vocabulary, 500, rng), objective, vocabulary, rng)
         lengths += [len(run) for run in np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1)]
     expected = sum(0.8**i for i in range(10))  # E[min(Geometric(0.2), 10)] = 4.46; runs are cut at 20 or joined
     assert 3.4 < np.mean(lengths) < expected + 0.6

@@ -13,7 +13,7 @@ def test_named_objectives_are_what_the_papers_say():
 
 
 def test_strings_from_the_command_line_become_the_fields_types():
-    objective = get_objective("mae-lm", mask_ratio="0.3", decoder_layers="2", decoder_hidden_size="64", mask_unit="word")
+    objective = get_objective("mae-lm", mask_ratio="0.3", decoder_layers="2", decoder_hidden_size="64")
     assert (objective.mask_ratio, objective.decoder_layers, objective.decoder_hidden_size) == (0.3, 2, 64)
     assert get_objective("mlm", mask_fill="0.8,0.1,0.1").mask_fill == (0.8, 0.1, 0.1)
 

@@ -115,7 +115,8 @@ class PretrainingArguments(TrainingArguments):
     save_steps: float = _flag(0.1, "Save every so many steps (below 1: share of the steps).")
     save_total_limit: int | None = _flag(2, "Checkpoints to keep.")
     bf16: bool | None = _flag(None, "bfloat16 autocast. Default: where the hardware computes in it.")
-    report_to: str | list[str] | None = _flag("tensorboard", "Where curves are logged.")
+    disable_tqdm: bool | None = _flag(False, "No progress bars.")
+    report_to: None | str | list[str] = _flag("tensorboard", "Where curves are logged.")
     resume_from_checkpoint: str | None = _flag(
         None, "Go on from the newest complete checkpoint of output_dir (`latest`), or from the one named."
     )
@@ -192,14 +193,12 @@ def unknown_argument(name: str, known: set[str]) -> str:
 def to_recipe(run: RunArguments, args: PretrainingArguments) -> dict[str, Any]:
     """Everything needed to run it again: all of `RunArguments`, and what differs from the training defaults."""
     recipe = {f.name: getattr(run, f.name) for f in dataclasses.fields(run) if f.name != "overwrite"}
+    usual = PretrainingArguments(output_dir=args.output_dir)
+    always = {"output_dir", "seed", "bf16", "max_steps", *PRESETS[run.preset]}
     for f in dataclasses.fields(PretrainingArguments):
-        value = getattr(args, f.name)
+        value, default = (getattr(a, f.name) for a in (args, usual))
         value = getattr(value, "value", value)  # enumerations
         plain = value is None or isinstance(value, bool | int | float | str)
-        changed = value != f.default or f.name in PRESETS[run.preset] or f.name == "bf16"
-        if plain and f.init and changed and f.name not in _NOT_IN_RECIPE:
+        if plain and f.init and (value != default or f.name in always) and f.name != "resume_from_checkpoint":
             recipe[f.name] = value
     return {name: value for name, value in recipe.items() if value is not None and value != []}
-
-
-_NOT_IN_RECIPE = ("resume_from_checkpoint", "local_rank", "accelerator_config", "run_name")

@@ -50,9 +50,15 @@ class PretrainingConfig(PreTrainedConfig):
     mask_token_id: int = 4
     tie_word_embeddings: bool = True
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        # The base class would forget how the encoder computes attention, and masks are built for that.
+        kwargs.setdefault("attn_implementation", getattr(self.encoder, "_attn_implementation", None))
+        super().__post_init__(**kwargs)
+
     @property
-    def is_composition(self) -> bool:
-        return True
+    def initializer_range(self) -> float:
+        """Standard deviation of the decoder's initial weights: the encoder's."""
+        return getattr(self.encoder, "initializer_range", 0.02)
 
 
 @dataclass

@@ -126,7 +126,8 @@ class PretrainingArguments(TrainingArguments):
             self.bf16 = not self.fp16 and has_bf16()
         if self.bf16 and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
             self.use_cpu = True  # transformers asks for this before it computes in bfloat16 on a CPU
-        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
+        if not torch.cuda.is_available():
+            self.dataloader_pin_memory = False
         super().__post_init__()
 
 
@@ -193,6 +194,8 @@ def unknown_argument(name: str, known: set[str]) -> str:
 def to_recipe(run: RunArguments, args: PretrainingArguments) -> dict[str, Any]:
     """Everything needed to run it again: all of `RunArguments`, and what differs from the training defaults."""
     recipe = {f.name: getattr(run, f.name) for f in dataclasses.fields(run) if f.name != "overwrite"}
+    if run.data is not None and not isinstance(run.data, list | str):
+        recipe["data"] = f"{type(run.data).__name__} given from Python"
     usual = PretrainingArguments(output_dir=args.output_dir)
     always = {"output_dir", "seed", "bf16", "max_steps", *PRESETS[run.preset]}
     for f in dataclasses.fields(PretrainingArguments):

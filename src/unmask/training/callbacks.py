@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, Trainer
+from tqdm import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 SHOWN = {
     "loss": "loss {:.3f}",
@@ -13,18 +14,25 @@ SHOWN = {
 }
 
 
-class CompactProgress(ProgressCallback):
-    """A progress bar, and one short line for each log instead of a dictionary."""
+class Bar(ProgressCallback):
+    """The progress bar, without the dictionaries."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Lines(TrainerCallback):
+    """One short line for each log."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.training_bar is not None:
-            shown = [form.format(logs[name]) for name, form in SHOWN.items() if logs and name in logs]
-            if shown:
-                self.training_bar.write(f"step {state.global_step:>7,}   " + "   ".join(shown))
+        shown = [form.format(logs[name]) for name, form in SHOWN.items() if logs and name in logs]
+        if shown and state.is_world_process_zero:
+            tqdm.write(f"step {state.global_step:>7,}   " + "   ".join(shown))
 
 
-def compact_progress(trainer: Trainer) -> None:
-    """Replaces the stock progress bar, unless the user switched it off (`--disable_tqdm`)."""
+def show_progress(trainer: Trainer) -> None:
+    """Replaces the stock callbacks, whose logs are dictionaries; no bar where the user switched it off."""
     if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(CompactProgress)
+        trainer.add_callback(Bar)
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Lines)

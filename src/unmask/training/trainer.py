@@ -18,7 +18,7 @@ from unmask.errors import UserError
 from unmask.modeling.pretraining import PretrainingModel
 from unmask.objectives import Objective
 from unmask.training.arguments import PretrainingArguments
-from unmask.training.callbacks import compact_progress
+from unmask.training.callbacks import show_progress
 
 logger = logging.getLogger("unmask")
 
@@ -55,7 +55,7 @@ class PretrainingTrainer(Trainer):
             processing_class=tokenizer,
             **kwargs,
         )
-        compact_progress(self)
+        show_progress(self)
         self._idle_seconds = 0.0
         self._saving_to: str | None = None
 

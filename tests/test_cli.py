@@ -1,0 +1,191 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import FAMILIES, encoder_config
+from test_training import SMALL
+from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from unmask.cli import main
+from unmask.data.tokenizers import train_tokenizer
+
+
+def flags(values: dict) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def base(corpus_file, tokenizer_folder, tmp_path):
+    return {
+        **SMALL,
+        "data": corpus_file,
+        "tokenizer": tokenizer_folder,
+        "cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "run",
+        "max_steps": 2,
+    }
+
+
+def test_from_a_text_file_to_a_filled_mask(corpus_file, tmp_path, capsys):
+    tok, run = str(tmp_path / "tok"), str(tmp_path / "run")
+    assert main(["tokenizer", "--data", str(corpus_file), "--vocab_size", "300", "--output_dir", tok]) == 0
+    small = flags({**SMALL, "data": corpus_file, "tokenizer": tok, "cache_dir": tmp_path / "cache", "output_dir": run})
+    assert main(["pretrain", "--objective", "mae-lm", *small, "--max_steps", "60", "--learning_rate", "5e-3"]) == 0
+    capsys.readouterr()
+    assert main(["fill", run, "amber [MASK] cedar [MASK] .", "--top_k", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("%") == 6
+    assert main(["export", run, "--output_dir", str(tmp_path / "encoder")]) == 0
+    assert "mae-lm" in (tmp_path / "encoder" / "README.md").read_text()
+    assert (tmp_path / "encoder" / "model.safetensors").read_bytes() == (
+        tmp_path / "run" / "encoder" / "model.safetensors"
+    ).read_bytes()
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "encoder")) == 300
+
+
+def test_a_recipe_with_flags_on_top(base, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    lines = {
+        **base,
+        "objective": "mae-lm",
+        "learning_rate": 1e-4,
+        "data": [str(base["data"])],
+        "set": ["mask_ratio=0.3"],
+    }
+    recipe.write_text(
+        "\n".join(
+            f"{k}: {json.dumps(v if isinstance(v, list | bool | float | int) else str(v))}" for k, v in lines.items()
+        )
+    )
+    assert main(["pretrain", str(recipe), "--learning_rate", "5e-4", "--set", "decoder_layers=1"]) == 0
+    import yaml
+
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["objective"] == "mae-lm"
+    assert config["learning_rate"] == 5e-4
+    assert config["set"] == ["decoder_layers=1"]
+
+
+def test_compare_prints_one_row_each(base, tmp_path, capsys):
+    values = {**base, "output_dir": tmp_path / "both"}
+    assert main(["compare", "mlm", "mae-lm", *flags(values)]) == 0
+    rows = json.loads((tmp_path / "both" / "comparison.json").read_text())
+    assert [row["objective"] for row in rows] == ["mlm", "mae-lm"]
+    assert rows[0]["tokens"] == rows[1]["tokens"]
+    assert rows[0]["unigram_loss"] == rows[1]["unigram_loss"]
+
+
+def refused(argv: list[str], says: str, capsys) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert says in error
+    assert error.startswith("unmask: ")
+    assert "Traceback" not in error
+
+
+CASES = {
+    "missing file": ({"data": "nowhere/corpus.txt"}, "nowhere/corpus.txt"),
+    "unknown objective": ({"objective": "mae-ml"}, "did you mean 'mae-lm'"),
+    "unknown field": ({"set": "mask_ration=0.2"}, "did you mean 'mask_ratio'"),
+    "not a field": ({"set": "mask_ratio"}, "field=value"),
+    "a field as a flag": ({"mask_ratio": "0.2"}, "--set mask_ratio="),
+    "unknown flag": ({"learning_rat": "0.2"}, "did you mean 'learning_rate'"),
+    "mask_ratio": ({"set": "mask_ratio=1.5"}, "strictly between 0 and 1"),
+    "unknown preset": ({"preset": "tinny"}, "did you mean 'tiny'"),
+    "unknown architecture": ({"model_type": "modernbart"}, "did you mean 'modernbert'"),
+    "unknown config field": ({"config_overrides": "hidden_sise=3"}, "did you mean 'hidden_size'"),
+    "an encoder that fails the probe": ({"model_type": "fnet"}, "FNetModel"),
+    "no number": ({"max_steps": "many"}, "invalid int value"),
+    "no tokenizer": ({"tokenizer": "nowhere/tok"}, "nowhere/tok"),
+    "no encoder": ({"encoder": "nowhere/encoder", "tokenizer": None}, "nowhere/encoder"),
+    "no checkpoint": ({"resume_from_checkpoint": "nowhere/run"}, "nowhere/run"),
+    "too short": ({"max_length": "4"}, "at least 8 tokens"),
+}
+
+
+@pytest.mark.parametrize(("changes", "says"), CASES.values(), ids=CASES)
+def test_mistakes_get_one_sentence_and_leave_nothing(changes, says, base, tmp_path, capsys):
+    values = {name: value for name, value in {**base, **changes}.items() if value is not None}
+    refused(["pretrain", *flags(values)], says, capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_corpora_that_cannot_be_used(base, tmp_path, capsys):
+    def with_data(path):
+        return ["pretrain", *flags({**base, "data": path})]
+
+    (tmp_path / "empty.txt").write_text("\n\n")
+    refused(with_data(tmp_path / "empty.txt"), "empty.txt", capsys)
+    (tmp_path / "columns.csv").write_text("a,b\nx,y\n")
+    refused(with_data(tmp_path / "columns.csv"), "a, b", capsys)
+    (tmp_path / "binary.txt").write_bytes(b"\0\1\2" * 100)
+    refused(with_data(tmp_path / "binary.txt"), "binary file", capsys)
+    refused(with_data("no/such-dataset-anywhere"), "no/such-dataset-anywhere", capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_text_is_named_skipped_and_counted(base, corpus_file, tmp_path, capsys):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    good = corpus_file.read_bytes()
+    (folder / "a.txt").write_bytes(good + b"caf\xe9 amber birch\n")
+    (folder / "b.bin").write_bytes(b"\0" * 64)
+    assert main(["pretrain", *flags({**base, "data": folder})]) == 0
+    err = capsys.readouterr().err
+    assert "not valid UTF-8" in err
+    assert "a.txt: 1" in err
+    assert "binary file" in err
+    assert "b.bin: 1" in err
+
+
+def test_sequences_too_short_to_mask_are_skipped_and_counted(base, tmp_path, capsys):
+    train_tokenizer(["CCO"], "smiles", 300).save_pretrained(tmp_path / "smiles")
+    (tmp_path / "rows.smi").write_text("CCO\nC1=CC=CC=C1\n" * 20 + "☃\n☃☃\n")
+    values = {**base, "data": tmp_path / "rows.smi", "tokenizer": tmp_path / "smiles", "packing": "rows"}
+    assert main(["pretrain", *flags({**values, "eval_fraction": 0})]) == 0
+    assert "2 of 42 documents have no token to mask" in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_mask(base, tmp_path, capsys):
+    tokenizer = train_tokenizer(["amber birch"], "char", 20)
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="[PAD]")
+    plain.save_pretrained(tmp_path / "plain")
+    refused(["pretrain", *flags({**base, "tokenizer": tmp_path / "plain"})], "without [MASK]", capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_whose_vocabulary_or_length_does_not_fit(base, tmp_path, capsys):
+    AutoModelForMaskedLM.from_config(encoder_config("bert")).save_pretrained(tmp_path / "bert")
+    refused(["pretrain", *flags({**base, "encoder": tmp_path / "bert"})], "tokenizer has 300 tokens", capsys)
+    big = encoder_config("bert", vocab_size=300)
+    AutoModelForMaskedLM.from_config(big).save_pretrained(tmp_path / "big")
+    refused(["pretrain", *flags({**base, "encoder": tmp_path / "big", "max_length": 131})], "positions for 130", capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_folder_that_holds_a_run(base, capsys):
+    assert main(["pretrain", *flags(base)]) == 0
+    refused(["pretrain", *flags(base)], "already holds a run", capsys)
+    assert main(["pretrain", *flags(base), "--resume_from_checkpoint"]) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tested_family_trains_from_a_flag(family, base, tmp_path):
+    values = {**base, "model_type": family, "objective": "mae-lm", "eval_fraction": 0}
+    assert main(["pretrain", *flags(values)]) == 0
+    config = json.loads((tmp_path / "run" / "encoder" / "config.json").read_text())
+    assert config["model_type"] == family
+
+
+def test_fill_and_export_refuse_what_is_no_run(tmp_path, capsys):
+    refused(["fill", str(tmp_path / "none"), "a [MASK]"], "There is no run", capsys)
+    refused(["export", str(tmp_path), "--output_dir", str(tmp_path / "x")], "no complete checkpoint", capsys)
+    refused(["paint"], "did you mean 'pretrain'", capsys)
+    refused(["fill"], "required", capsys)
+
+
+def test_help_teaches_without_loading_torch():
+    code = "import sys; from unmask.cli import main; main(['--help']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pretrain" in done.stdout

@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: demo test test-slow lint format install clean
+.PHONY: demo test lint format install clean
 
 install: $(READY)
 
@@ -24,10 +24,7 @@ demo: $(READY)
 	$(BIN)/unmask compare mlm mae-lm --output_dir runs/demo --overwrite
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
-
-test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -293,7 +293,13 @@ def test_exported_encoder_in_a_process_without_unmask(family, objective, tokeniz
     ids = torch.from_numpy(np.stack(sequences([64, 64])))  # 8 x the window of 8
     torch.save(ids, tmp_path / "ids.pt")
     environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, "-c", LOADER, *(str(tmp_path / n) for n in ("encoder", "ids.pt", "hidden.pt")), objective]
+    command = [
+        sys.executable,
+        "-c",
+        LOADER,
+        *(str(tmp_path / n) for n in ("encoder", "ids.pt", "hidden.pt")),
+        objective,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     info = json.loads(done.stdout.splitlines()[-1])

@@ -244,6 +244,34 @@ def test_unigram_loss_by_hand(settings, tmp_path):
     assert metrics["unigram_loss"] == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_failed_overwrite_keeps_the_old_run(settings, tmp_path):
+    pretrain(**settings, max_steps=1)
+    with pytest.raises(UserError, match="nowhere"):
+        pretrain(**{**settings, "data": ["nowhere.txt"]}, max_steps=1, overwrite=True)
+    assert find_checkpoint(tmp_path / "run")
+    assert (tmp_path / "run" / "encoder" / "model.safetensors").exists()
+
+
+def test_resuming_with_another_model_is_refused(settings):
+    pretrain(**settings, max_steps=2)
+    with pytest.raises(UserError, match="another encoder_states"):
+        pretrain(**settings, max_steps=4, objective="mae-lm", resume_from_checkpoint="latest")
+    with pytest.raises(UserError, match="another num_hidden_layers"):
+        pretrain(**{**settings, "num_hidden_layers": 3}, max_steps=4, resume_from_checkpoint="latest")
+    assert pretrain(**settings, max_steps=4, resume_from_checkpoint="latest")["steps"] == 4
+
+
+def test_without_a_tokenizer_a_bpe_is_trained_once(settings, tmp_path):
+    changes = {**settings, "tokenizer": None, "vocab_size": 290}
+    pretrain(**changes, max_steps=1)
+    (first,) = (tmp_path / "cache").glob("bpe-290-*")
+    before = first.stat().st_mtime_ns
+    pretrain(**{**changes, "output_dir": str(tmp_path / "two")}, max_steps=1)
+    assert first.stat().st_mtime_ns == before
+    config = json.loads((tmp_path / "two" / "encoder" / "config.json").read_text())
+    assert config["vocab_size"] == 290
+
+
 def test_run_folders_are_never_overwritten_unasked(settings, tmp_path):
     pretrain(**settings, max_steps=1)
     with pytest.raises(UserError, match="already holds a run"):

@@ -8,6 +8,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 SHOWN = {
     "loss": "loss {:.3f}",
     "learning_rate": "lr {:.1e}",
+    "tokens_per_second": "{:,.0f} tokens/s",
     "eval_loss": "eval loss {:.3f}",
     "eval_token_loss": "token loss {:.3f}",
     "eval_accuracy": "accuracy {:.1%}",

@@ -1,9 +1,11 @@
 """One run from a corpus to a stock encoder: corpus -> blocks -> masked batches -> model -> checkpoints -> encoder/."""
 
+import contextlib
 import json
 import logging
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from unmask.data.tokenizers import boundaries, load_tokenizer, train_tokenizer
 from unmask.errors import UserError, nearest
 from unmask.modeling.export import export
 from unmask.modeling.pretraining import PretrainingConfig, PretrainingModel
-from unmask.objectives import Objective, get_objective
+from unmask.objectives import Objective, get_objective, objective_from_dict
 from unmask.training.arguments import (
     PretrainingArguments,
     RunArguments,
@@ -43,19 +45,26 @@ def pretrain(**values: Any) -> dict[str, Any]:
     run, args = build_arguments(values)
     objective = get_objective(run.objective, **parse_pairs(run.set, "--set"))
     output = Path(args.output_dir or "")
-    checkpoint = _prepare_folder(output, run, args)
+    checkpoint = _checkpoint_to_resume(output, args)
+    if checkpoint is None and not args.resume_from_checkpoint:
+        _refuse_occupied(output, run.overwrite)
     set_seed(args.seed)
 
     tokenizer, train_tokens, eval_tokens = _open_data(run)
     train_rows = _rows(train_tokens, run)
     eval_rows = None if eval_tokens is None else _rows(eval_tokens, run, run.max_eval_samples)
     model = _new_model(run, objective, tokenizer)
+    if checkpoint is not None:
+        _refuse_other_model(checkpoint, model)
     if eval_rows is None:
         args.eval_strategy = "no"
-    output.mkdir(parents=True, exist_ok=True)
-    _write(output / "config.yaml", yaml.safe_dump(to_recipe(run, args), sort_keys=False))
-
     trainer = PretrainingTrainer(model, args, train_rows, eval_rows, tokenizer)
+    trainer.accelerator.wait_for_everyone()  # every process has looked at the folder before one writes to it
+    if trainer.args.should_save:
+        if not args.resume_from_checkpoint:
+            _clear(output)
+        output.mkdir(parents=True, exist_ok=True)
+        _write(output / "config.yaml", yaml.safe_dump(to_recipe(run, args), sort_keys=False))
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not trainer.args.should_save:
         return {}
@@ -80,52 +89,86 @@ def training_facts(run: Path) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _prepare_folder(output: Path, run: RunArguments, args: PretrainingArguments) -> Path | None:
-    """Refuses a folder that holds something else; returns the checkpoint to go on from."""
-    if args.resume_from_checkpoint:
-        wanted = args.resume_from_checkpoint
-        if wanted.lower() not in ("latest", "true"):
-            return find_checkpoint(Path(wanted))
-        found = newest_complete(output)
-        if found is None:
-            logger.warning("%s holds no complete checkpoint yet: training starts from the beginning.", output)
-        return found
+def _checkpoint_to_resume(output: Path, args: PretrainingArguments) -> Path | None:
+    wanted = args.resume_from_checkpoint
+    if not wanted:
+        return None
+    if wanted.lower() not in ("latest", "true"):
+        return find_checkpoint(Path(wanted))
+    found = newest_complete(output)
+    if found is None:
+        logger.warning("%s holds no complete checkpoint yet: training starts from the beginning.", output)
+    return found
+
+
+def _refuse_other_model(checkpoint: Path, model: PretrainingModel) -> None:
+    saved = PretrainingConfig.from_pretrained(checkpoint)
+    if saved.objective != model.config.objective:
+        differ = [
+            k for k, v in model.objective.to_dict().items() if objective_from_dict(saved.objective).to_dict()[k] != v
+        ]
+        raise UserError(f"'{checkpoint}' was trained with another {differ[0]}: resume it with its own config.yaml.")
+    ours, theirs = (c.encoder.to_dict() for c in (model.config, saved))
+    differ = [name for name in ours if ours[name] != theirs.get(name) and name not in ("dtype", "transformers_version")]
+    if differ:
+        raise UserError(
+            f"'{checkpoint}' holds an encoder with another {differ[0]} ({theirs.get(differ[0])}, here "
+            f"{ours[differ[0]]}): resume it with its own config.yaml."
+        )
+
+
+def _refuse_occupied(output: Path, overwrite: bool) -> None:
+    """Refuses an output folder that holds something else."""
     if output.is_file():
         raise UserError(f"output_dir '{output}' is a file: give a folder.")
     if (output / "config.yaml").exists():
-        if not run.overwrite:
+        if not overwrite:
             raise UserError(
                 f"output_dir '{output}' already holds a run: choose another folder, go on with "
                 "--resume_from_checkpoint latest, or replace it with --overwrite."
             )
-        for old in [*output.glob("checkpoint-*"), output / "encoder", output / "runs", output / ".incomplete"]:
-            shutil.rmtree(old, ignore_errors=True)
-        for name in ("config.yaml", "metrics.json"):
-            (output / name).unlink(missing_ok=True)
     elif output.is_dir() and any(output.iterdir()):
         raise UserError(f"output_dir '{output}' is not empty and holds no run: choose a new or an empty folder.")
-    return None
+
+
+def _clear(output: Path) -> None:
+    """Removes the run that the folder holds, and nothing else."""
+    for old in [*output.glob("checkpoint-*"), output / "encoder", output / "runs", output / ".incomplete"]:
+        shutil.rmtree(old, ignore_errors=True)
+    for name in ("config.yaml", "metrics.json"):
+        (output / name).unlink(missing_ok=True)
 
 
 def _open_data(run: RunArguments) -> tuple[PreTrainedTokenizerBase, Tokens, Tokens | None]:
     """Tokenizer, training tokens and evaluation tokens."""
     corpus = documentation() if run.data is None else _open(run.data, run)
     eval_corpus = None if run.eval_data is None else _open(run.eval_data, run)
+    cache = Path(run.cache_dir) if run.cache_dir else default_cache_dir()
     name = run.tokenizer or run.encoder
-    if name is not None:
-        tokenizer = load_tokenizer(name, trust_remote_code=run.trust_remote_code)
-    else:
+    if name is None:
         assert run.vocab_size is not None
-        tokenizer = train_tokenizer(corpus, "bpe", run.vocab_size)
+        name = str(_trained_tokenizer(corpus, run.vocab_size, cache))
+    tokenizer = load_tokenizer(name, trust_remote_code=run.trust_remote_code)
     assert run.max_length is not None
     tokenizer.model_max_length = run.max_length
-    cache = Path(run.cache_dir) if run.cache_dir else default_cache_dir()
     tokens = tokenize(corpus, tokenizer, cache)
     if eval_corpus is not None:
         return tokenizer, tokens, tokenize(eval_corpus, tokenizer, cache)
     if run.eval_fraction == 0:
         return tokenizer, tokens, None
     return tokenizer, *tokens.split(run.eval_fraction, seed=0)  # one split for all seeds, so that runs compare
+
+
+def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path) -> Path:
+    """A BPE trained on the corpus, once."""
+    folder = cache / f"bpe-{vocab_size}-{corpus.fingerprint}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=cache) as scratch:
+            train_tokenizer(corpus, "bpe", vocab_size).save_pretrained(Path(scratch, "whole"))
+            with contextlib.suppress(OSError):  # another process was first
+                Path(scratch, "whole").rename(folder)
+    return folder
 
 
 def _open(data: Any, run: RunArguments) -> Corpus:

@@ -57,6 +57,7 @@ class PretrainingTrainer(Trainer):
         )
         show_progress(self)
         self._idle_seconds = 0.0
+        self._last_log: tuple[float, int] | None = None  # seconds, tokens
         self._saving_to: str | None = None
 
     # --- data ---------------------------------------------------------------------------------------------------------
@@ -95,9 +96,18 @@ class PretrainingTrainer(Trainer):
 
     # --- speed --------------------------------------------------------------------------------------------------------
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with the corpus tokens per second since the last log of the training loss."""
+        if "loss" in logs:
+            now, tokens = time.perf_counter() - self._idle_seconds, self.state.num_input_tokens_seen
+            if self._last_log is not None:
+                logs["tokens_per_second"] = (tokens - self._last_log[1]) / (now - self._last_log[0])
+            self._last_log = now, tokens
+        super().log(logs, *args, **kwargs)
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; sets `tokens_per_second`: corpus tokens over the time not spent evaluating or saving."""
-        self._idle_seconds, start = 0.0, time.perf_counter()
+        self._idle_seconds, self._last_log, start = 0.0, None, time.perf_counter()
         output = super().train(*args, **kwargs)
         tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
         self.tokens_per_second = tokens / (time.perf_counter() - start - self._idle_seconds)

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from conftest import FAMILIES, encoder_config
 from test_training import SMALL
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -44,27 +45,21 @@ def test_from_a_text_file_to_a_filled_mask(corpus_file, tmp_path, capsys):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "encoder")) == 300
 
 
-def test_a_recipe_with_flags_on_top(base, tmp_path):
+def test_a_recipe_with_flags_on_top(base, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    lines = {
-        **base,
-        "objective": "mae-lm",
-        "learning_rate": 1e-4,
-        "data": [str(base["data"])],
-        "set": ["mask_ratio=0.3"],
-    }
-    recipe.write_text(
-        "\n".join(
-            f"{k}: {json.dumps(v if isinstance(v, list | bool | float | int) else str(v))}" for k, v in lines.items()
-        )
-    )
+    plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in base.items()}
+    lines = {**plain, "objective": "mae-lm", "data": [str(base["data"])], "set": ["mask_ratio=0.3"]}
+    recipe.write_text(yaml.safe_dump(lines) + "learning_rate: 1e-4\nweight_decay: 2e-2\n")  # strings to YAML
     assert main(["pretrain", str(recipe), "--learning_rate", "5e-4", "--set", "decoder_layers=1"]) == 0
-    import yaml
-
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["objective"] == "mae-lm"
     assert config["learning_rate"] == 5e-4
+    assert config["weight_decay"] == 2e-2
     assert config["set"] == ["decoder_layers=1"]
+    assert main(["pretrain", str(tmp_path / "run" / "config.yaml"), "--output_dir", str(tmp_path / "again")]) == 0
+    refused(["pretrain", str(tmp_path / "none.yaml")], "none.yaml", capsys)
+    recipe.write_text("objektive: mlm\n")
+    refused(["pretrain", str(recipe), *flags(base)], "did you mean 'objective'", capsys)
 
 
 def test_compare_prints_one_row_each(base, tmp_path, capsys):

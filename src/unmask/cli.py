@@ -1,6 +1,7 @@
 """The command line: unmask tokenizer | pretrain | compare | fill | export."""
 
 import argparse
+import itertools
 import logging
 import os
 import sys
@@ -26,8 +27,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message[0].upper()}{message[1:]} (see `{self.prog} --help`).")
 
 
-def _pretraining_values(command: str, argv: list[str], positional: dict[str, Any], description: str) -> dict[str, Any]:
-    """The flags that were given, and the positional arguments."""
+def _pretraining_values(usage: str, flags: list[str], description: str) -> dict[str, Any]:
+    """The flags that were given, as values of `RunArguments` and `PretrainingArguments`."""
     import dataclasses
 
     from transformers import HfArgumentParser
@@ -39,7 +40,8 @@ def _pretraining_values(command: str, argv: list[str], positional: dict[str, Any
 
     parser = Parser(
         (RunArguments, PretrainingArguments),
-        prog=f"unmask {command}",
+        prog=" ".join(usage.split()[:2]),
+        usage=f"{usage} [--flag value ...]",
         description=description,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -50,40 +52,50 @@ def _pretraining_values(command: str, argv: list[str], positional: dict[str, Any
     listed |= {"dataloader_num_workers", "gradient_checkpointing", "torch_compile", "use_cpu", "help"}
     for action in parser._actions:
         if action.dest != "help":
-            action.default = argparse.SUPPRESS  # what is not given comes from the recipe or the preset
+            action.default = argparse.SUPPRESS  # what is not given comes from the preset
+        if action.dest == "resume_from_checkpoint":
+            action.nargs, action.const = "?", "latest"
         if action.dest not in listed or any(flag.startswith("--no_") for flag in action.option_strings):
             action.help = argparse.SUPPRESS
         elif action.help:
             action.help = action.help.replace("%", "%%")
-    parser.add_argument(positional.pop("name"), **positional)
-    if argv and argv[-1] == "--resume_from_checkpoint":
-        argv = [*argv, "latest"]
-    given, unknown = parser.parse_known_args(argv)
+    given, unknown = parser.parse_known_args(flags)
     if unknown:
         known = {f.name for c in (RunArguments, PretrainingArguments) for f in dataclasses.fields(c)}
         raise UserError(unknown_argument(unknown[0].lstrip("-").split("=")[0], known))
     return vars(given)
 
 
-def _pretrain(argv: list[str]) -> None:
-    recipe = {"name": "recipe", "nargs": "?", "default": None, "help": "A YAML file of flags."}
-    values = _pretraining_values("pretrain", argv, recipe, "Pretrain an encoder, new or from a checkpoint.")
-    from unmask.training.arguments import read_recipe
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The words before the first flag, and the rest."""
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    return words, argv[len(words) :]
 
-    path = values.pop("recipe")
+
+def _pretrain(argv: list[str]) -> None:
+    recipes, flags = _split(argv)
+    if len(recipes) > 1:
+        raise UserError(f"'{recipes[1]}' is one recipe too many: give one YAML file, and flags after it.")
+    for recipe in recipes:
+        from unmask.training.arguments import read_recipe
+
+        flags = [*read_recipe(recipe), *flags]
+    description = "Pretrain an encoder, new or from a checkpoint; a stock transformers encoder comes out."
+    values = _pretraining_values("unmask pretrain [RECIPE.yaml]", flags, description)
     _quiet()
     from unmask.training.pretrain import pretrain
 
-    pretrain(**{**(read_recipe(path) if path else {}), **values})
+    pretrain(**values)
 
 
 def _compare(argv: list[str]) -> None:
-    names = {"name": "objectives", "nargs": "+", "help": "Names of objectives, for example: mlm mae-lm."}
-    values = _pretraining_values("compare", argv, names, "The same data and steps under several objectives.")
+    objectives, flags = _split(argv)
+    description = "The same data and steps under several objectives, side by side."
+    values = _pretraining_values("unmask compare OBJECTIVE OBJECTIVE ...", flags, description)
     _quiet()
     from unmask.experiments.compare import compare
 
-    compare(**values)
+    compare(objectives, **values)
 
 
 def _tokenizer(argv: list[str]) -> None:

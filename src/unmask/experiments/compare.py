@@ -19,6 +19,8 @@ def compare(objectives: list[str], **values: Any) -> list[dict[str, Any]]:
     """
     if not values.get("output_dir"):
         raise UserError("No output_dir is given: say where the runs go, for example --output_dir runs/comparison.")
+    if not objectives:
+        raise UserError("No objective is named: say which to compare, for example `unmask compare mlm mae-lm`.")
     if len(set(objectives)) < len(objectives):
         raise UserError(f"An objective is named twice in {' '.join(objectives)}: name each once.")
     for name in objectives:

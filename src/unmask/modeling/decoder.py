@@ -34,6 +34,22 @@ class DecoderLayer(nn.Module):
         return self.norm(x + self.down(F.gelu(self.up(x))))
 
 
+class Positions(nn.Embedding):
+    """Learned positions [max_length, D] that start as sinusoids of amplitude 1.
+
+    They stand beside hidden states of unit variance. A table as small as other embeddings is lost there: every masked
+    position then looks alike to the decoder, and post-norm layers drive all of them to one constant vector.
+    """
+
+    LONGEST_WAVE = 200  # tokens; short waves tell neighbours apart
+
+    def sinusoids(self) -> Tensor:
+        length, size = self.weight.shape
+        frequencies = (self.LONGEST_WAVE / (2 * torch.pi)) ** (-torch.arange(0, size, 2) / size)
+        angles = torch.arange(length)[:, None] * frequencies
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :size]
+
+
 class Decoder(nn.Module):
     """Predicts masked positions from the visible ones and their own positions.
 
@@ -47,7 +63,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.visible_in = nn.Identity() if size == encoder_size else nn.Linear(encoder_size, size)
         self.masked_in = nn.Identity() if size == masked_size else nn.Linear(masked_size, size)
-        self.positions = nn.Embedding(max_length, size)
+        self.positions = Positions(max_length, size)
         self.norm = nn.LayerNorm(size, eps=1e-5)
         self.layers = nn.ModuleList(DecoderLayer(size, heads) for _ in range(layers))
         self.out = nn.Identity() if size == encoder_size else nn.Linear(size, encoder_size)

@@ -21,12 +21,13 @@ from transformers import (
     AutoModelForMaskedLM,
     PreTrainedConfig,
     PreTrainedModel,
+    initialization,
 )
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import ModelOutput
 
 from unmask.errors import UserError
-from unmask.modeling.decoder import Decoder
+from unmask.modeling.decoder import Decoder, Positions
 from unmask.modeling.head import Head
 from unmask.modeling.positions import encode, max_positions, position_offset, probe
 from unmask.objectives import Objective, objective_from_dict
@@ -99,6 +100,12 @@ class PretrainingModel(PreTrainedModel):
         if self.token_table.weight.device.type != "meta":  # a saved model was proved when it was made
             probe(self.encoder)
         self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        if isinstance(module, Positions):
+            initialization.copy_(module.weight, module.sinusoids())
+        else:
+            super()._init_weights(module)
 
     @classmethod
     def from_encoder(

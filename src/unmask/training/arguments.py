@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ class PretrainingArguments(TrainingArguments):
     per_device_train_batch_size: int = _flag(32, "Sequences of a step on each device (preset).")
     per_device_eval_batch_size: int = _flag(64, "Sequences of an evaluation batch.")
     learning_rate: float = _flag(5e-4, "Peak learning rate (preset).")
-    warmup_steps: float = _flag(0.06, "Steps, or share of the steps, over which the learning rate rises.")
+    warmup_steps: float = _flag(0.1, "Steps, or share of the steps, over which the learning rate rises.")
     weight_decay: float = _flag(0.01, "Weight decay of AdamW, not on biases and norms.")
     adam_beta2: float = _flag(0.98, "Second moment's decay (RoBERTa's value, which both papers use).")
     adam_epsilon: float = _flag(1e-6, "AdamW's epsilon (RoBERTa's value, which both papers use).")
@@ -151,8 +152,8 @@ def parse_pairs(pairs: list[str] | dict[str, Any], flag: str) -> dict[str, Any]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
-def read_recipe(path: str) -> dict[str, Any]:
-    """A recipe's keys and values. Raises `UserError` if it cannot be read."""
+def read_recipe(path: str) -> list[str]:
+    """A recipe as flags, so that its values are read as theirs are. Raises `UserError` if it cannot be read."""
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -160,7 +161,13 @@ def read_recipe(path: str) -> dict[str, Any]:
         raise UserError(f"The recipe '{path}' cannot be read ({reason}): give a YAML file of flags.") from error
     if not isinstance(recipe, dict):
         raise UserError(f"The recipe '{path}' holds no mapping: write one `flag: value` a line.")
-    return recipe
+    flags: list[str] = []
+    for name, value in recipe.items():
+        if isinstance(value, dict):
+            value = json.dumps(value)
+        if value is not None and value != []:
+            flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return flags
 
 
 def build_arguments(values: dict[str, Any]) -> tuple[RunArguments, PretrainingArguments]:

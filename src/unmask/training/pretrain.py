@@ -58,13 +58,14 @@ def pretrain(**values: Any) -> dict[str, Any]:
         _refuse_other_model(checkpoint, model)
     if eval_rows is None:
         args.eval_strategy = "no"
+    recipe = to_recipe(run, args)  # before there is a trainer: it makes other arguments, which reset accelerate's state
     trainer = PretrainingTrainer(model, args, train_rows, eval_rows, tokenizer)
     trainer.accelerator.wait_for_everyone()  # every process has looked at the folder before one writes to it
     if trainer.args.should_save:
         if not args.resume_from_checkpoint:
             _clear(output)
         output.mkdir(parents=True, exist_ok=True)
-        _write(output / "config.yaml", yaml.safe_dump(to_recipe(run, args), sort_keys=False))
+        _write(output / "config.yaml", yaml.safe_dump(recipe, sort_keys=False))
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not trainer.args.should_save:
         return {}

@@ -18,15 +18,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     # model ------------------------------------------------------------------- | data and optimisation
     "tiny": {
         **{"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 8192},
-        **{"max_length": 128, "per_device_train_batch_size": 32, "learning_rate": 2e-3},
+        **{"max_length": 128, "per_device_train_batch_size": 32, "learning_rate": 1e-3},
     },
     "small": {
         **{"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 32768},
-        **{"max_length": 128, "per_device_train_batch_size": 64, "learning_rate": 1e-3},
+        **{"max_length": 128, "per_device_train_batch_size": 64, "learning_rate": 5e-4},
     },
     "base": {
         **{"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 32768},
-        **{"max_length": 512, "per_device_train_batch_size": 32, "learning_rate": 5e-4},
+        **{"max_length": 512, "per_device_train_batch_size": 32, "learning_rate": 3e-4},
     },
     "large": {
         **{"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32768},

@@ -6,6 +6,7 @@ loaded and an MLM head can be handed back (`export`).
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -74,6 +75,16 @@ class Head(nn.Module):
         self.bias = stock.get_parameter(names.bias) if names.bias else projection.bias
         if f"{names.projection}.weight" not in stock.all_tied_weights_keys:
             self.weight = projection.weight
+
+    @torch.no_grad()
+    def start_at(self, log_frequencies: np.ndarray) -> None:
+        """Sets the bias [V] of a new head to the tokens' log frequencies, where the family has a bias.
+
+        Otherwise the first thing that training finds is one constant vector that stands for them, and the states of all
+        masked positions collapse to it.
+        """
+        if self.bias is not None:
+            self.bias.copy_(torch.from_numpy(log_frequencies))
 
     def transform(self, hidden: Tensor) -> Tensor:
         """[..., d] -> [..., e], the vector that is compared with the rows of the token table."""

@@ -56,6 +56,8 @@ def pretrain(**values: Any) -> dict[str, Any]:
     model = _new_model(run, objective, tokenizer)
     if checkpoint is not None:
         _refuse_other_model(checkpoint, model)
+    elif run.encoder is None:
+        model.head.start_at(_log_frequencies(train_tokens, len(tokenizer)))
     if eval_rows is None:
         args.eval_strategy = "no"
     recipe = to_recipe(run, args)  # before there is a trainer: it makes other arguments, which reset accelerate's state
@@ -285,16 +287,20 @@ def _evaluate(trainer: PretrainingTrainer, run: RunArguments, train_tokens: Toke
 def _unigram_loss(trainer: PretrainingTrainer, train_tokens: Tokens) -> float | None:
     """Cross-entropy, in nats, of the masked evaluation targets under the training split's token frequencies.
 
-    One is added to every count, so that a target that training never saw costs a finite amount.
+    A target that training never saw costs a finite amount.
     """
     if trainer.eval_dataset is None:
         return None
-    size = len(trainer.processing_class)
-    counts = train_tokens.counts(size) + 1.0
-    logs = np.log(counts / counts.sum())
+    logs = _log_frequencies(train_tokens, len(trainer.processing_class))
     rows = trainer.eval_dataset
     targets = np.concatenate([rows[i]["labels"] for i in range(len(rows))])
     return float(-logs[targets].mean())
+
+
+def _log_frequencies(tokens: Tokens, vocab_size: int) -> np.ndarray:
+    """log of each token's share of the corpus, float64 [V]; one is added to every count."""
+    counts = tokens.counts(vocab_size) + 1.0
+    return np.log(counts / counts.sum())
 
 
 def _write(path: Path, text: str) -> None:

@@ -365,6 +365,18 @@ def test_the_decoder_ablations_change_what_they_say():
     assert narrow.masked_states(**_inputs(batch)).shape[-1] == 32
 
 
+def test_decoder_positions_start_as_sinusoids_that_tell_neighbours_apart():
+    config = PretrainingConfig(
+        encoder=encoder_config("bert"), objective=get_objective("mae-lm").to_dict(), max_length=64, mask_token_id=MASK
+    )
+    table = PretrainingModel(config).decoder.positions.weight
+    assert table[10].square().mean().item() == pytest.approx(0.5)
+    assert table[5, 0].item() == pytest.approx(np.sin(5))
+    likeness = torch.nn.functional.cosine_similarity(table[20:21], table[20:40])
+    assert (likeness[:4].diff() < 0).all()
+    assert likeness[3] < 0.6
+
+
 def test_accumulated_gradients_are_those_of_one_batch():
     model = new_model("bert", "mae-lm")
     rows = sequences([40, 33, 21, 12])

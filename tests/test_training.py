@@ -81,6 +81,11 @@ def test_a_run_learns_and_leaves_everything_behind(objective, settings, tmp_path
     assert not (run / ".incomplete").exists()
 
 
+def test_a_new_model_starts_at_the_tokens_frequencies(settings):
+    metrics = pretrain(**settings, max_steps=1, learning_rate=0.0, config_overrides=["initializer_range=0.01"])
+    assert metrics["eval_token_loss"] == pytest.approx(metrics["unigram_loss"], abs=0.02)
+
+
 def test_tokens_are_those_of_the_corpus(settings):
     metrics = pretrain(**settings, max_steps=3, packing="rows", num_train_epochs=1, save_strategy="no")
     repeated = pretrain(

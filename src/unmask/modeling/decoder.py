@@ -34,20 +34,7 @@ class DecoderLayer(nn.Module):
         return self.norm(x + self.down(F.gelu(self.up(x))))
 
 
-class Positions(nn.Embedding):
-    """Learned positions [max_length, D] that start as sinusoids of amplitude 1.
-
-    They stand beside hidden states of unit variance. A table as small as other embeddings is lost there: every masked
-    position then looks alike to the decoder, and post-norm layers drive all of them to one constant vector.
-    """
-
-    LONGEST_WAVE = 200  # tokens; short waves tell neighbours apart
-
-    def sinusoids(self) -> Tensor:
-        length, size = self.weight.shape
-        frequencies = (self.LONGEST_WAVE / (2 * torch.pi)) ** (-torch.arange(0, size, 2) / size)
-        angles = torch.arange(length)[:, None] * frequencies
-        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :size]
+LONGEST_WAVE = 200  # tokens; short waves tell neighbours apart
 
 
 class Decoder(nn.Module):
@@ -63,10 +50,29 @@ class Decoder(nn.Module):
         super().__init__()
         self.visible_in = nn.Identity() if size == encoder_size else nn.Linear(encoder_size, size)
         self.masked_in = nn.Identity() if size == masked_size else nn.Linear(masked_size, size)
-        self.positions = Positions(max_length, size)
+        self.positions = nn.Embedding(max_length, size)
         self.norm = nn.LayerNorm(size, eps=1e-5)
         self.layers = nn.ModuleList(DecoderLayer(size, heads) for _ in range(layers))
         self.out = nn.Identity() if size == encoder_size else nn.Linear(size, encoder_size)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Initial values with which a new decoder learns (docs/design.md, "Masked states must not collapse").
+
+        Positions start as sinusoids of amplitude 1, beside hidden states of unit variance. Layers start as the identity,
+        but for the first one's attention, which starts at a masked position's neighbours: equal queries and keys.
+        """
+        length, size = self.positions.weight.shape
+        frequencies = (LONGEST_WAVE / (2 * torch.pi)) ** (-torch.arange(0, size, 2) / size)
+        angles = torch.arange(length)[:, None] * frequencies
+        self.positions.weight.copy_(torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :size])
+        first, *others = self.layers
+        first.query.weight.mul_(2.5)
+        first.key_value.weight[:size] = first.query.weight
+        first.key_value.weight[size:].mul_(2)
+        first.out.weight.mul_(2)
+        for zero in (first.down, *(linear for layer in others for linear in (layer.out, layer.down))):
+            nn.init.zeros_(zero.weight)
 
     def forward(
         self,

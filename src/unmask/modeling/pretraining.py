@@ -21,13 +21,12 @@ from transformers import (
     AutoModelForMaskedLM,
     PreTrainedConfig,
     PreTrainedModel,
-    initialization,
 )
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import ModelOutput
 
 from unmask.errors import UserError
-from unmask.modeling.decoder import Decoder, Positions
+from unmask.modeling.decoder import Decoder
 from unmask.modeling.head import Head
 from unmask.modeling.positions import encode, max_positions, position_offset, probe
 from unmask.objectives import Objective, objective_from_dict
@@ -97,15 +96,11 @@ class PretrainingModel(PreTrainedModel):
         self.decoder = self._new_decoder(config) if self.objective.decoder_layers else None
         self.offset = position_offset(self.encoder)
         self._check_lengths(config)
-        if self.token_table.weight.device.type != "meta":  # a saved model was proved when it was made
-            probe(self.encoder)
         self.post_init()
-
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        if isinstance(module, Positions):
-            initialization.copy_(module.weight, module.sinusoids())
-        else:
-            super()._init_weights(module)
+        if self.token_table.weight.device.type != "meta":  # a saved model was proved and started when it was made
+            probe(self.encoder)
+            if self.decoder is not None:
+                self.decoder.start()
 
     @classmethod
     def from_encoder(

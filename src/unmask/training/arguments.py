@@ -18,7 +18,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # model ------------------------------------------------------------------- | data and optimisation
     "tiny": {
         **{"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 8192},
-        **{"max_length": 128, "per_device_train_batch_size": 32, "learning_rate": 7e-4},
+        **{"max_length": 128, "per_device_train_batch_size": 32, "learning_rate": 1e-3},
     },
     "small": {
         **{"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 32768},

@@ -34,7 +34,7 @@ class DecoderLayer(nn.Module):
         return self.norm(x + self.down(F.gelu(self.up(x))))
 
 
-LONGEST_WAVE = 200  # tokens; short waves tell neighbours apart
+LONGEST_WAVE = 20  # tokens, of a new decoder's position table; short waves tell neighbours apart
 
 
 class Decoder(nn.Module):
@@ -59,17 +59,27 @@ class Decoder(nn.Module):
     def start(self) -> None:
         """Initial values with which a new decoder learns (docs/design.md, "Masked states must not collapse").
 
-        Positions start as sinusoids of amplitude 1, beside hidden states of unit variance. Layers start as the identity,
-        but for the first one's attention, which starts at a masked position's neighbours: equal queries and keys.
+        Positions start as sinusoids in half of the dimensions, with waves of 6 to 20 tokens; head h of the first layer
+        starts with its attention at the neighbour -1, +1, -2, +2, ...; what else the layers do starts at zero.
         """
         length, size = self.positions.weight.shape
-        frequencies = (LONGEST_WAVE / (2 * torch.pi)) ** (-torch.arange(0, size, 2) / size)
+        frequencies = (LONGEST_WAVE / (2 * torch.pi)) ** -torch.linspace(0, 1, size // 4)
         angles = torch.arange(length)[:, None] * frequencies
-        self.positions.weight.copy_(torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :size])
+        waves = slice(0, 2 * len(frequencies))
+        self.positions.weight.zero_()
+        self.positions.weight[:, waves] = torch.cat([angles.sin(), angles.cos()], dim=1)
         first, *others = self.layers
-        first.query.weight.mul_(2.5)
-        first.key_value.weight[:size] = first.query.weight
-        first.key_value.weight[size:].mul_(2)
+        queries, keys, values = first.query.weight, first.key_value.weight[:size], first.key_value.weight[size:]
+        width = size // first.heads
+        for head in range(first.heads):
+            rows = slice(head * width, (head + 1) * width)
+            offset = (head // 2 + 1) * (1 if head % 2 else -1)
+            cos, sin = (frequencies * offset).cos().diag(), (frequencies * offset).sin().diag()
+            turn = torch.cat([torch.cat([cos, sin], 1), torch.cat([-sin, cos], 1)])  # turn @ p_i = p_(i + offset)
+            keys[rows], queries[rows] = 0, 0
+            keys[rows, waves] = torch.randn(width, len(turn)) * (24 / (size * width**0.5)) ** 0.5
+            queries[rows, waves] = keys[rows, waves] @ turn
+        values.mul_(2)
         first.out.weight.mul_(2)
         for zero in (first.down, *(linear for layer in others for linear in (layer.out, layer.down))):
             nn.init.zeros_(zero.weight)

@@ -34,9 +34,6 @@ class DecoderLayer(nn.Module):
         return self.norm(x + self.down(F.gelu(self.up(x))))
 
 
-LONGEST_WAVE = 20  # tokens, of a new decoder's position table; short waves tell neighbours apart
-
-
 class Decoder(nn.Module):
     """Predicts masked positions from the visible ones and their own positions.
 
@@ -59,26 +56,28 @@ class Decoder(nn.Module):
     def start(self) -> None:
         """Initial values with which a new decoder learns (docs/design.md, "Masked states must not collapse").
 
-        Positions start as sinusoids in half of the dimensions, with waves of 6 to 20 tokens; head h of the first layer
-        starts with its attention at the neighbour -1, +1, -2, +2, ...; what else the layers do starts at zero.
+        Positions start as sinusoids in as many dimensions as a head has; head h of the first layer starts with its
+        attention at the neighbour -1, +1, -2, +2, ...; what else the layers do starts at zero.
         """
         length, size = self.positions.weight.shape
-        frequencies = (LONGEST_WAVE / (2 * torch.pi)) ** -torch.linspace(0, 1, size // 4)
+        first, *others = self.layers
+        width = size // first.heads
+        frequencies = torch.pi * torch.linspace(0.02, 1, width // 2) ** 1.3  # no two positions look alike
         angles = torch.arange(length)[:, None] * frequencies
         waves = slice(0, 2 * len(frequencies))
-        self.positions.weight.zero_()
-        self.positions.weight[:, waves] = torch.cat([angles.sin(), angles.cos()], dim=1)
-        first, *others = self.layers
+        nn.init.zeros_(self.positions.weight)
+        self.positions.weight[:, waves] = 2 * torch.cat([angles.sin(), angles.cos()], dim=1)
+        # A masked position's query is all position, a visible one's key has its share; the right one stands out by 10.
+        energy = 2 * width
+        scale = (10 * width**0.5 / (size * (energy / (size + energy)) ** 0.5)) ** 0.5
         queries, keys, values = first.query.weight, first.key_value.weight[:size], first.key_value.weight[size:]
-        width = size // first.heads
         for head in range(first.heads):
-            rows = slice(head * width, (head + 1) * width)
+            rows = slice(head * width, head * width + 2 * len(frequencies))
             offset = (head // 2 + 1) * (1 if head % 2 else -1)
             cos, sin = (frequencies * offset).cos().diag(), (frequencies * offset).sin().diag()
-            turn = torch.cat([torch.cat([cos, sin], 1), torch.cat([-sin, cos], 1)])  # turn @ p_i = p_(i + offset)
-            keys[rows], queries[rows] = 0, 0
-            keys[rows, waves] = torch.randn(width, len(turn)) * (24 / (size * width**0.5)) ** 0.5
-            queries[rows, waves] = keys[rows, waves] @ turn
+            queries[rows], keys[rows] = 0, 0
+            queries[rows, waves] = scale * torch.cat([torch.cat([cos, sin], 1), torch.cat([-sin, cos], 1)])
+            keys[rows, waves] = scale * torch.eye(2 * len(frequencies))
         values.mul_(2)
         first.out.weight.mul_(2)
         for zero in (first.down, *(linear for layer in others for linear in (layer.out, layer.down))):

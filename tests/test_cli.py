@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +11,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenize
 
 from unmask.cli import main
 from unmask.data.tokenizers import train_tokenizer
+
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def flags(values: dict) -> list[str]:
@@ -184,3 +187,13 @@ def test_help_teaches_without_loading_torch():
     code = "import sys; from unmask.cli import main; main(['--help']); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pretrain" in done.stdout
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_takes_a_step(recipe, base, tmp_path):
+    shrunk = {**base, "max_steps": 1, "max_length": 32}
+    if "smiles" in recipe.stem:
+        train_tokenizer(["CCO"], "smiles", 300).save_pretrained(tmp_path / "smiles")
+        (tmp_path / "molecules.smi").write_text("CC(=O)Oc1ccccc1C(=O)O\nC[C@H](N)C(=O)O\n" * 20)
+        shrunk |= {"data": tmp_path / "molecules.smi", "tokenizer": tmp_path / "smiles"}
+    assert main(["pretrain", str(recipe), *flags(shrunk)]) == 0

@@ -365,16 +365,26 @@ def test_the_decoder_ablations_change_what_they_say():
     assert narrow.masked_states(**_inputs(batch)).shape[-1] == 32
 
 
-def test_decoder_positions_start_as_sinusoids_that_tell_neighbours_apart():
+def test_a_new_decoder_starts_at_the_neighbours_of_a_masked_position():
+    torch.manual_seed(0)
     config = PretrainingConfig(
-        encoder=encoder_config("bert"), objective=get_objective("mae-lm").to_dict(), max_length=64, mask_token_id=MASK
+        encoder=encoder_config("bert", hidden_size=128, intermediate_size=128),
+        objective=get_objective("mae-lm").to_dict(),
+        max_length=128,
+        mask_token_id=MASK,
     )
-    table = PretrainingModel(config).decoder.positions.weight
-    assert table[10].square().mean().item() == pytest.approx(0.5)
-    assert table[5, 0].item() == pytest.approx(np.sin(5))
-    likeness = torch.nn.functional.cosine_similarity(table[20:21], table[20:40])
-    assert (likeness[:4].diff() < 0).all()
-    assert likeness[3] < 0.6
+    decoder = PretrainingModel(config).decoder
+    tokens = torch.randn(1, 128, 128)
+    tokens[:, 64] = 0.05 * torch.randn(128)
+    hidden = decoder.norm(tokens + decoder.positions(torch.arange(128)[None]))
+    first = decoder.layers[0]
+    query = first.query(hidden[:, 64:65]).unflatten(-1, (4, -1)).transpose(1, 2)
+    key = first.key_value(hidden)[..., :128].unflatten(-1, (4, -1)).transpose(1, 2)
+    attention = (query @ key.transpose(-1, -2) / 32**0.5).softmax(-1)[0, :, 0]
+    for head, offset in enumerate((-1, 1, -2, 2)):
+        assert attention[head, 64 + offset] > 0.8
+    for layer in decoder.layers[1:]:
+        torch.testing.assert_close(layer(hidden, hidden, None), hidden, atol=1e-4, rtol=1e-3)
 
 
 def test_accumulated_gradients_are_those_of_one_batch():

@@ -4,6 +4,8 @@ It is one and the same for every encoder. It reads the encoder's output at the v
 embedding at the masked ones, and predicts there.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -60,7 +62,7 @@ class Decoder(nn.Module):
         attention at the neighbour -1, +1, -2, +2, ...; what else the layers do starts at zero.
         """
         length, size = self.positions.weight.shape
-        first, *others = self.layers
+        first, *others = cast(list[DecoderLayer], list(self.layers))
         width = size // first.heads
         frequencies = torch.pi * torch.linspace(0.02, 1, width // 2) ** 1.3  # no two positions look alike
         angles = torch.arange(length)[:, None] * frequencies

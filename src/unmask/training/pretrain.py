@@ -106,11 +106,13 @@ def _checkpoint_to_resume(output: Path, args: PretrainingArguments) -> Path | No
 
 def _refuse_other_model(checkpoint: Path, model: PretrainingModel) -> None:
     saved = PretrainingConfig.from_pretrained(checkpoint)
-    if saved.objective != model.config.objective:
-        differ = [
-            k for k, v in model.objective.to_dict().items() if objective_from_dict(saved.objective).to_dict()[k] != v
-        ]
-        raise UserError(f"'{checkpoint}' was trained with another {differ[0]}: resume it with its own config.yaml.")
+    trained = objective_from_dict(saved.objective).to_dict()
+    for name, value in model.objective.to_dict().items():
+        if trained[name] != value:
+            raise UserError(
+                f"'{checkpoint}' was trained with another {name} ({trained[name]}, here {value}): resume it with its "
+                "own config.yaml."
+            )
     ours, theirs = (c.encoder.to_dict() for c in (model.config, saved))
     differ = [name for name in ours if ours[name] != theirs.get(name) and name not in ("dtype", "transformers_version")]
     if differ:

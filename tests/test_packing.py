@@ -295,9 +295,9 @@ def _race(folder, barrier, results):
 
 
 def test_two_processes_at_once(tmp_path):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     barrier, results = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=_race, args=(tmp_path, barrier, results)) for _ in range(2)]
+    processes = [context.Process(target=_race, args=(tmp_path, barrier, results), daemon=True) for _ in range(2)]
     for process in processes:
         process.start()
     assert [results.get(timeout=60) for _ in processes] == [2000, 2000]

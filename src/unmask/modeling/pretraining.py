@@ -242,7 +242,7 @@ class PretrainingModel(PreTrainedModel):
     def score(self, labels: Tensor, **batch: Tensor) -> Tensor:
         """What evaluation sums, [B, 5]: targets, objective's loss, token loss, joint loss (nats), hits of the argmax.
 
-        For a softmax per masked position the three losses are one (DESIGN: the marginal prediction).
+        For a softmax per masked position the three losses are one.
         """
         flat = labels.flatten()
         loss, hits = torch.zeros(2, *flat.shape, device=labels.device)
@@ -274,4 +274,4 @@ def _ranks(positions: Tensor, mask: Tensor | None) -> Tensor:
 AutoConfig.register(PretrainingConfig.model_type, PretrainingConfig)
 AutoModel.register(PretrainingConfig, PretrainingModel)
 
-__all__: list[Any] = ["PretrainingConfig", "PretrainingModel", "PretrainingOutput"]
+__all__ = ["PretrainingConfig", "PretrainingModel", "PretrainingOutput"]

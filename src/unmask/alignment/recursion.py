@@ -1,0 +1,278 @@
+"""The one recursion of state alignment: sum for the likelihood, max for the best path, backwards for the gradient.
+
+A path visits T of the S vertices in increasing order, begins at vertex 0, ends at vertex S-1 and emits target t at its
+t-th vertex. With match[t, u] = log P_u(y_t) and links[w, u] = log E[w, u]:
+
+    α_0(u) = P_u(y_0) [u = 0]        α_t(u) = P_u(y_t) Σ_{w<u} α_{t-1}(w) E[w, u]        Z = α_{T-1}(S-1)
+    β_{T-1}(u) = [u = S-1]           β_t(w) = Σ_{u>w} E[w, u] P_u(y_{t+1}) β_{t+1}(u)
+    γ_t(u) = α_t(u) β_t(u) / Z = ∂log Z / ∂match[t, u]
+    ξ_t(w, u) = α_{t-1}(w) E[w, u] P_u(y_t) β_t(u) / Z,        Σ_t ξ_t(w, u) = ∂log Z / ∂links[w, u]
+
+At step t only the vertices t ... S-T+t can lie on a path; everything else is left out. Probabilities are float64 and
+scaled at every step; a sequence in which rounding to zero could have lost anything is computed again in log space.
+
+Shapes, for every function here: match [B, T, S]; links [B, S, S], -inf where a link is not allowed (only
+what is strictly above the diagonal can be); target_length and state_length [B]: the rest of T and S is padding and is
+ignored. Any floating type goes in, results are float64. `ValueError` names a sequence that has no path, or lengths that
+do not fit.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+NEGATIVE_INFINITY = float("-inf")
+LEAST_SAFE = 1e-280  # products above it lost at most S x 1e-308 / 1e-280 of themselves to rounding to zero
+
+
+def log_likelihood(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> Tensor:
+    """log Z [B] in nats, differentiable (once) in match and links by forward-backward."""
+    return _LogLikelihood.apply(match, links, target_length, state_length)
+
+
+def posteriors(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> tuple[Tensor, Tensor]:
+    """(γ [B, T, S], Σ_t ξ_t [B, S, S]): the probability that u emits target t, and how often w -> u is used."""
+    passed = _forward_backward(match, links, target_length, state_length)
+    return passed.occupancy, passed.link_use
+
+
+def path_entropy(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> Tensor:
+    """Entropy [B], in nats, of the distribution over paths given the targets: log Z - Σ γ·match - Σ ξ·links."""
+    passed = _forward_backward(match, links, target_length, state_length)
+    matches = torch.where(passed.occupancy > 0, passed.occupancy * match, 0.0).sum((1, 2))
+    transitions = torch.where(passed.link_use > 0, passed.link_use * links, 0.0).sum((1, 2))
+    return passed.log_z - matches - transitions
+
+
+@torch.no_grad()
+def best_path(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> Tensor:
+    """The most probable path, [B, S]: for each vertex the index of the target that it emits, -1 off the path."""
+    match, links = _log_potentials(match, links, target_length, state_length)
+    batch, steps, vertices = match.shape
+    score, came_from = match[:, 0], []
+    for t in range(1, steps):
+        best, origin = (score[:, :, None] + links).max(dim=1)
+        score = torch.where((t < target_length)[:, None], match[:, t] + best, score)
+        came_from.append(origin)
+    _refuse_no_path(score.gather(1, state_length[:, None] - 1)[:, 0] == NEGATIVE_INFINITY)
+    emits = torch.full((batch, vertices), -1, device=match.device)
+    vertex = state_length - 1
+    for t in reversed(range(steps)):
+        inside = t < target_length
+        emits = torch.where(
+            inside[:, None] & (torch.arange(vertices, device=match.device) == vertex[:, None]), t, emits
+        )
+        if t:
+            vertex = torch.where(inside, came_from[t - 1].gather(1, vertex[:, None])[:, 0], vertex)
+    return emits
+
+
+@torch.no_grad()
+def sample_paths(
+    match: Tensor,
+    links: Tensor,
+    target_length: Tensor,
+    state_length: Tensor,
+    count: int,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Paths [B, count, S] drawn from their distribution given the targets, written as those of `best_path`.
+
+    Walks back from the last vertex: the predecessor of u at step t is w with probability ∝ α_{t-1}(w) E[w, u].
+    """
+    match, links = _log_potentials(match, links, target_length, state_length)
+    alpha = _log_forward(match, links, target_length)
+    log_z = _last(alpha, target_length, state_length)
+    _refuse_no_path(log_z == NEGATIVE_INFINITY)
+    batch, steps, vertices = match.shape
+    emits = torch.full((batch, count, vertices), -1, device=match.device)
+    vertex = (state_length - 1)[:, None].expand(batch, count)
+    for t in reversed(range(steps)):
+        inside = (t < target_length)[:, None]
+        here = torch.arange(vertices, device=match.device) == vertex[:, :, None]
+        emits = torch.where(inside[:, :, None] & here, t, emits)
+        if t:
+            into = links.gather(2, vertex[:, None, :].expand(batch, vertices, count)).transpose(1, 2)
+            logits = alpha[:, t - 1, None, :] + into
+            logits = torch.where(inside[:, :, None], logits, 0.0)
+            drawn = torch.multinomial(logits.softmax(-1).flatten(0, 1), 1, generator=generator).view(batch, count)
+            vertex = torch.where(inside, drawn, vertex)
+    return emits
+
+
+class _Pass(NamedTuple):
+    log_z: Tensor
+    """[B]"""
+    occupancy: Tensor
+    """γ [B, T, S]"""
+    link_use: Tensor
+    """Σ_t ξ_t [B, S, S]"""
+
+
+class _LogLikelihood(torch.autograd.Function):
+    """log Z forward, γ and Σξ backward."""
+
+    @staticmethod
+    def forward(ctx: Any, match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> Tensor:
+        passed = _forward_backward(match, links, target_length, state_length)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(passed.occupancy.to(match.dtype), passed.link_use.to(links.dtype))
+        return passed.log_z
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        for_match, for_links = (saved * gradient[:, None, None].to(saved.dtype) for saved in ctx.saved_tensors)
+        return for_match, for_links, None, None
+
+
+@torch.no_grad()
+def _forward_backward(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> _Pass:
+    match, links = _log_potentials(match, links, target_length, state_length)
+    passed, safe = _scaled(match, links, target_length, state_length)
+    if not safe.all():
+        again = ~safe
+        exact = _in_log_space(match[again], links[again], target_length[again], state_length[again])
+        for whole, part in zip(passed, exact, strict=True):
+            whole[again] = part
+    _refuse_no_path(passed.log_z == NEGATIVE_INFINITY)
+    return passed
+
+
+def _refuse_no_path(stuck: Tensor) -> None:
+    if stuck.any():
+        numbers = ", ".join(map(str, stuck.nonzero()[:, 0].tolist()))
+        raise ValueError(f"No path of allowed links and finite matches goes through sequence {numbers} of the batch.")
+
+
+def _log_potentials(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> tuple[Tensor, Tensor]:
+    """match and links in float64, -inf wherever no path can be."""
+    batch, steps, vertices = match.shape
+    if links.shape != (batch, vertices, vertices):
+        raise ValueError(f"links is {tuple(links.shape)}, but match {tuple(match.shape)} needs [B, S, S].")
+    if target_length.max() > steps or state_length.max() > vertices or target_length.min() < 1:
+        raise ValueError("target_length must lie in 1 ... T and state_length in 1 ... S.")
+    _refuse_no_path(state_length < target_length)
+    t = torch.arange(steps, device=match.device)[:, None]
+    u = torch.arange(vertices, device=match.device)
+    last_t, last_u = (target_length - 1)[:, None, None], (state_length - 1)[:, None, None]
+    feasible = (t <= u) & (u - t <= last_u - last_t) & (t <= last_t)
+    feasible &= ((t > 0) | (u == 0)) & ((t < last_t) | (u == last_u))
+    allowed = (u[:, None] < u) & (u <= last_u)
+    return (
+        match.to(torch.float64, copy=True).masked_fill_(~feasible, NEGATIVE_INFINITY),
+        links.to(torch.float64, copy=True).masked_fill_(~allowed, NEGATIVE_INFINITY),
+    )
+
+
+def _scaled(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> tuple[_Pass, Tensor]:
+    """Forward-backward in scaled probabilities, and which sequences [B] certainly lost nothing to rounding to zero.
+
+    What is taken out for scale: of each vertex's links their largest, of each step's emissions their largest, of α its
+    sum (`norm`), of β its largest (`peak`). At step t a path is at one of the vertices t ... t + w - 1, so everything
+    that belongs to a step is a band [T, B, w].
+    """
+    batch, steps, vertices = match.shape
+    w = int((state_length - target_length).max()) + 1
+    t = torch.arange(steps, device=match.device)[:, None]
+    strongest = _finite(links.amax(2))
+    emission = match + strongest[:, None, :] * (t < target_length[:, None, None] - 1)  # the last vertex is not left
+    loudest = _finite(emission.amax(2))
+    link = (links - strongest[:, :, None]).exp_()
+    emission = emission.sub_(loudest[:, :, None]).exp_()
+    beyond = max(steps + w - 1 - vertices, 0)  # the last bands of shorter sequences reach past their vertices
+    if beyond:
+        emission, link = F.pad(emission, (0, beyond)), F.pad(link, (0, beyond, 0, beyond))
+    emissions = (
+        _band(emission, w).transpose(0, 1).contiguous()[:, :, None]
+    )  # rows: [1, w] times a matrix is fast on CPU
+
+    tiny = torch.finfo(match.dtype).tiny
+    alpha, norm = torch.empty_like(emissions), match.new_empty(steps, batch, 1, 1)
+    alpha[0] = emissions[0]
+    forth = list(zip(alpha.unbind(), emissions.unbind(), norm.unbind(), strict=True))
+    for i, (here, emit, total) in enumerate(forth):
+        if i:
+            torch.bmm(forth[i - 1][0], link[:, i - 1 : i - 1 + w, i : i + w], out=here)
+            here *= emit
+        torch.sum(here, 2, keepdim=True, out=total)
+        here /= total.clamp(min=tiny)
+
+    last = (target_length - 1 == t)[:, :, None, None]
+    ends = (state_length - target_length)[:, None] == torch.arange(w, device=match.device)
+    beta = (last & ends[:, None, :]).to(match.dtype)
+    ahead, peak = emissions * beta, torch.zeros_like(norm)
+    back = list(zip(ahead.unbind(), emissions.unbind(), peak.unbind(), beta.unbind(), strict=True))
+    for i in reversed(range(steps - 1)):
+        onward, emit, largest, here = back[i]
+        left = torch.bmm(back[i + 1][0], link[:, i : i + w, i + 1 : i + 1 + w].transpose(1, 2))
+        torch.amax(left, 2, keepdim=True, out=largest)
+        here += left.div_(largest.clamp(min=tiny))
+        torch.mul(emit, here, out=onward)
+
+    alpha, beta, ahead, norm, peak, last = (x[:, :, 0] for x in (alpha, beta, ahead, norm, peak, last))
+    inside = (t < target_length)[:, :, None]
+    norm, peak = torch.where(inside, norm, 1.0), torch.where(inside & ~last, peak, 1.0)
+    occupancy = alpha * beta
+    overlap = torch.where(inside, occupancy.sum(2, keepdim=True), 1.0)
+    safe = (torch.minimum(norm, peak) * overlap).amin((0, 2)) > LEAST_SAFE
+    overlap, peak = torch.where(safe[:, None], overlap, 1.0), torch.where(safe[:, None], peak, 1.0)
+    occupancy /= overlap
+    leaving = alpha.div_(overlap * peak)
+    occupancy, leaving, ahead = (_spread(x, vertices + beyond) for x in (occupancy, leaving, ahead))
+    link_use = link.mul_(leaving[:, :-1].transpose(1, 2) @ ahead[:, 1:])
+    log_z = torch.where(inside[:, :, 0], norm[:, :, 0].log() + loudest.T, 0.0).sum(0)
+    return _Pass(log_z, occupancy[:, :, :vertices], link_use[:, :vertices, :vertices]), safe
+
+
+def _spread(band: Tensor, vertices: int) -> Tensor:
+    """[T, B, w] -> [B, T, S], zero outside the band."""
+    steps, batch, w = band.shape
+    whole = band.new_zeros(batch, steps, vertices)
+    _band(whole, w).copy_(band.transpose(0, 1))
+    return whole
+
+
+def _band(x: Tensor, w: int) -> Tensor:
+    """The view [B, T, w] of a contiguous x [B, T, S >= T + w - 1] that holds x[:, t, t + j] at [:, t, j]."""
+    batch, steps, vertices = x.shape
+    return x.as_strided((batch, steps, w), (steps * vertices, vertices + 1, 1))
+
+
+def _in_log_space(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> _Pass:
+    """The same, slower, exact for any finite scores."""
+    steps = match.shape[1]
+    alpha = _log_forward(match, links, target_length)
+    log_z = _last(alpha, target_length, state_length)
+    ends = torch.arange(match.shape[2], device=match.device) == (state_length - 1)[:, None]
+    end = torch.where(ends, 0.0, NEGATIVE_INFINITY).double()
+    finite_z = _finite(log_z)
+    occupancy, link_use = torch.zeros_like(match), torch.zeros_like(links)
+    beta = torch.full_like(end, NEGATIVE_INFINITY)
+    for t in reversed(range(steps)):
+        if t + 1 < steps:
+            ahead = links + (match[:, t + 1] + beta)[:, None, :]
+            link_use += (alpha[:, t, :, None] + ahead - finite_z[:, None, None]).exp()
+            beta = ahead.logsumexp(2)
+        beta = torch.where((target_length == t + 1)[:, None], end, beta)
+        occupancy[:, t] = (alpha[:, t] + beta - finite_z[:, None]).exp()
+    return _Pass(log_z, occupancy, link_use)
+
+
+def _log_forward(match: Tensor, links: Tensor, target_length: Tensor) -> Tensor:
+    """log α [B, T, S]."""
+    alpha = [match[:, 0]]
+    for t in range(1, match.shape[1]):
+        alpha.append(match[:, t] + (alpha[-1][:, :, None] + links).logsumexp(1))
+    return torch.stack(alpha, dim=1)
+
+
+def _last(alpha: Tensor, target_length: Tensor, state_length: Tensor) -> Tensor:
+    """log α at the last target and the last vertex of each sequence, [B]: log Z."""
+    return alpha[torch.arange(len(alpha), device=alpha.device), target_length - 1, state_length - 1]
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(x == NEGATIVE_INFINITY, 0.0)

@@ -16,6 +16,8 @@ from unmask.errors import UserError, nearest
 MASK_UNITS = ("token", "word", "span")
 DECODER_MASKED_INPUTS = ("mask", "carry")
 POSITIONS = ("original", "consecutive")
+STATE_POSITIONS = ("auto", "rotary", "embedding", "none")
+TRANSITIONS = ("dense", "sparse")
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Objective:
     """
 
     encoder_states: int = 1
-    """States a masked position has in the encoder: 1 puts [MASK] there (MLM), 0 keeps it out (MAE-LM)."""
+    """States a masked position has in the encoder: 0 keeps [MASK] out (MAE-LM), 1 puts it there (MLM), k (ExLM)."""
     decoder_layers: int = 0
     """Layers of the decoder that is thrown away after pretraining; 0: predict from the encoder."""
     decoder_states: int = 0
@@ -37,6 +39,17 @@ class Objective:
     """`mask`: a fresh [MASK] embedding; `carry`: the encoder's own output at the masked position."""
     positions: str = "original"
     """`original`, or `consecutive`: the encoder numbers the visible tokens 0, 1, 2, ... (misaligned ablation)."""
+    state_positions: str = "auto"
+    """How the k states of a masked position differ: `rotary` (2-D RoPE), `embedding` (learned), or `none`; `auto`:
+    rotary where the encoder has rotary positions that are trained anew, else embedding."""
+    transitions: str = "dense"
+    """Links between states: `dense`, or `sparse` (at most `max_jump` vertices ahead)."""
+    max_jump: int | None = None
+    """Vertices that a link of `sparse` transitions may go ahead."""
+    transition_prior: float = 3.0
+    """Start of the learned preference for links to the next masked position; 0: none, as published."""
+    expand_anchors: bool = False
+    """Expand and predict the first and the last token of a sequence too, as the reference does."""
     mask_ratio: float = 0.15
     """Share of the maskable tokens that is masked, in (0, 1)."""
     mask_unit: str = "token"
@@ -66,6 +79,8 @@ class Objective:
                     ("mask_unit", MASK_UNITS),
                     ("decoder_masked_input", DECODER_MASKED_INPUTS),
                     ("positions", POSITIONS),
+                    ("state_positions", STATE_POSITIONS),
+                    ("transitions", TRANSITIONS),
                 )
             ),
             (
@@ -73,10 +88,7 @@ class Objective:
                 f"mask_fill is {self.mask_fill}, but must be three shares of [MASK], random and unchanged ids that "
                 "sum to 1, for example 0.8,0.1,0.1.",
             ),
-            (
-                self.encoder_states not in (0, 1),
-                f"encoder_states is {self.encoder_states}, but must be 0 (no [MASK] in the encoder) or 1.",
-            ),
+            (self.encoder_states < 0, f"encoder_states is {self.encoder_states}, but cannot be negative."),
             (self.decoder_layers < 0, f"decoder_layers is {self.decoder_layers}, but cannot be negative."),
             (
                 self.decoder_layers == 0 and self.encoder_states == 0,
@@ -91,8 +103,9 @@ class Objective:
                 f"decoder_hidden_size={self.decoder_hidden_size} needs a decoder: set decoder_layers, for example 4.",
             ),
             (
-                self.decoder_layers > 0 and self.decoder_states != 1,
-                f"decoder_states is {self.decoder_states}, but a decoder predicts from 1 state per masked position.",
+                self.decoder_layers > 0 and self.decoder_states < 1,
+                f"decoder_states is {self.decoder_states}, but a decoder predicts from at least 1 state per masked "
+                "position.",
             ),
             (
                 self.decoder_masked_input == "carry"
@@ -104,6 +117,53 @@ class Objective:
                 self.encoder_states == 0 and self.mask_fill != (1.0, 0.0, 0.0),
                 "mask_fill says what stands at masked positions in the encoder, but encoder_states=0 keeps them out: "
                 "leave mask_fill at 1,0,0.",
+            ),
+            (
+                self.positions == "consecutive" and self.encoder_states > 0,
+                "positions=consecutive closes the gaps of masked positions in the encoder, but encoder_states="
+                f"{self.encoder_states} leaves none: set encoder_states=0.",
+            ),
+            *self._refusals_of_states(),
+        ]
+
+    def _refusals_of_states(self) -> list[tuple[bool, str]]:
+        k = self.states
+        return [
+            *(
+                (
+                    k < 2 and getattr(self, field) != FIELDS[field].default,
+                    f"{field} is about the states of a masked position, but {k} is predicted from: set encoder_states, "
+                    "or decoder_states with a decoder, to 2 or more.",
+                )
+                for field in ("transitions", "max_jump", "transition_prior", "expand_anchors")
+            ),
+            (
+                max(k, self.encoder_states) < 2 and self.state_positions != "auto",
+                "state_positions tells the states of a masked position apart, but there is only one: set encoder_states"
+                ", or decoder_states with a decoder, to 2 or more.",
+            ),
+            (
+                self.encoder_states < 2 and self.state_positions == "rotary",
+                f"state_positions=rotary turns states in the encoder, but encoder_states={self.encoder_states} puts no "
+                "more than one there: leave it at auto, or set encoder_states to 2 or more.",
+            ),
+            (self.transition_prior < 0, f"transition_prior is {self.transition_prior}, but cannot be negative."),
+            (
+                self.transitions == "sparse" and self.max_jump is None,
+                f"transitions=sparse needs max_jump, how many vertices a link may go ahead: for example {2 * k}.",
+            ),
+            (
+                self.transitions == "dense" and self.max_jump is not None,
+                f"max_jump={self.max_jump} limits sparse transitions: set transitions=sparse too.",
+            ),
+            (
+                self.max_jump is not None and self.max_jump < k,
+                f"max_jump is {self.max_jump}, but below the {k} states of a masked position no path reaches the end.",
+            ),
+            (
+                self.expand_anchors and self.decoder_layers > 0,
+                "expand_anchors puts the boundary tokens into the masked block, as the reference's ExLM does, which has"
+                " no decoder: set decoder_layers=0.",
             ),
         ]
 
@@ -124,6 +184,18 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
         "Meng et al., ICLR 2024: [MASK] only in a 4-layer decoder, the encoder sees real tokens alone",
         {"encoder_states": 0, "decoder_layers": 4, "decoder_states": 1},
     ),
+    "exlm": (
+        "Zheng et al., ICML 2025: 4 states per [MASK], linked by transitions, with a prior on them that is ours",
+        {"encoder_states": 4},
+    ),
+    "exlm-reference": (
+        "ExLM as in the reference implementation: boundary tokens expanded and predicted, no prior",
+        {"encoder_states": 4, "expand_anchors": True, "transition_prior": 0.0},
+    ),
+    "mae-exlm": (
+        "both at once: [MASK] only in a 4-layer decoder, where it has 4 states",
+        {"encoder_states": 0, "decoder_layers": 4, "decoder_states": 4},
+    ),
 }
 
 
@@ -131,7 +203,14 @@ def get_objective(name: str, **overrides: Any) -> Objective:
     """The named objective with some fields overridden. Raises `UserError` for an unknown name or field."""
     if name not in OBJECTIVES:
         raise UserError(f"There is no objective '{name}': {nearest(name, OBJECTIVES)}")
-    return objective_from_dict({**OBJECTIVES[name][1], **overrides})
+    named = objective_from_dict(OBJECTIVES[name][1])
+    objective = objective_from_dict({**OBJECTIVES[name][1], **overrides})
+    if objective.states < 2 <= named.states:
+        raise UserError(
+            f"{name} predicts from k states per masked position, so k must be 2 or more, but {objective.states} is set:"
+            " with one state it is mlm, or mae-lm with a decoder."
+        )
+    return objective
 
 
 def objective_from_dict(fields: dict[str, Any]) -> Objective:
@@ -150,10 +229,14 @@ def _convert(field: str, value: Any) -> Any:
         if isinstance(default, tuple):
             parts = value.replace("(", "").replace(")", "").split(",") if isinstance(value, str) else value
             return tuple(float(part) for part in parts)
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
         kind: Any = int if default is None else type(default)
         return kind(value)
-    except (TypeError, ValueError):
-        expected = "three numbers" if isinstance(default, tuple) else type(default).__name__
-        raise UserError(
-            f"{field}={value!r} cannot be read: expected {expected}, as in {field}={default or 256}."
-        ) from None
+    except (TypeError, ValueError, KeyError):
+        expected, example = {
+            tuple: ("three numbers", default),
+            bool: ("true or false", "true"),
+            type(None): ("a whole number", 8),
+        }.get(type(default), (type(default).__name__, default))
+        raise UserError(f"{field}={value!r} cannot be read: expected {expected}, as in {field}={example}.") from None

@@ -11,6 +11,8 @@ A masked batch (v visible and m masked positions of L tokens, boundary tokens in
 | `masked_inputs` | [B, m] | the id that stands there for the encoder: `[MASK]`, a random id, or the original |
 | `labels` | [B, m] | the original ids, -100 where padded |
 | `visible_mask`, `masked_mask` | [B, v], [B, m] | True where real; left out when nothing is padded |
+
+With `expand_anchors` the boundary tokens are in the masked block too, as themselves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -123,11 +125,40 @@ def masked_inputs(
     return inputs
 
 
-class MaskedRows(torch.utils.data.Dataset):
-    """Rows with their masks drawn: indexed by (epoch, row), or by row alone for evaluation (epoch 0)."""
+def masked_example(
+    ids: np.ndarray, positions: np.ndarray, inputs: np.ndarray, expand_anchors: bool = False
+) -> dict[str, np.ndarray]:
+    """One row of a masked batch: ids [L], ascending masked positions [m] and what stands there for the encoder [m]."""
+    if expand_anchors:
+        positions = np.concatenate([[0], positions, [len(ids) - 1]])
+        inputs = np.concatenate([ids[:1], inputs, ids[-1:]])
+    visible = np.ones(len(ids), dtype=bool)
+    visible[positions] = False
+    return {
+        "visible_ids": ids[visible],
+        "visible_positions": np.flatnonzero(visible),
+        "masked_positions": positions,
+        "masked_inputs": inputs,
+        "labels": ids[positions],
+    }
 
-    def __init__(self, rows: SequenceRows, objective: Objective, vocabulary: Vocabulary, seed: int) -> None:
+
+class MaskedRows(torch.utils.data.Dataset):
+    """Rows with their masks drawn: indexed by (epoch, row), or by row alone for evaluation (epoch 0).
+
+    expand_anchors: as the model's objective has it, which for evaluation is not the `objective` that draws the masks.
+    """
+
+    def __init__(
+        self,
+        rows: SequenceRows,
+        objective: Objective,
+        vocabulary: Vocabulary,
+        seed: int,
+        expand_anchors: bool = False,
+    ) -> None:
         self.rows, self.objective, self.vocabulary, self.seed = rows, objective, vocabulary, seed
+        self.expand_anchors = expand_anchors
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -137,15 +168,8 @@ class MaskedRows(torch.utils.data.Dataset):
         ids = self.rows[row]
         rng = np.random.default_rng((self.seed, epoch, row))
         positions = choose_masked(ids, self.objective, self.vocabulary, rng)
-        visible = np.ones(len(ids), dtype=bool)
-        visible[positions] = False
-        return {
-            "visible_ids": ids[visible],
-            "visible_positions": np.flatnonzero(visible),
-            "masked_positions": positions,
-            "masked_inputs": masked_inputs(ids[positions], self.objective.mask_fill, self.vocabulary, rng),
-            "labels": ids[positions],
-        }
+        inputs = masked_inputs(ids[positions], self.objective.mask_fill, self.vocabulary, rng)
+        return masked_example(ids, positions, inputs, self.expand_anchors)
 
 
 class MaskedBatches:

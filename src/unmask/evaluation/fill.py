@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from unmask.data.masking import MaskedBatches, masked_example
 from unmask.errors import UserError
 from unmask.modeling.pretraining import PretrainingModel
 
@@ -18,9 +20,9 @@ class Filling(NamedTuple):
 
 def masked_batch(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, torch.Tensor]:
     """A text with [MASK]s as a masked batch of one sequence, without labels. Raises `UserError` if it cannot be one."""
-    ids = torch.tensor(tokenizer(text)["input_ids"])
-    masked = ids == tokenizer.mask_token_id
-    if not masked.any():
+    ids = np.array(tokenizer(text)["input_ids"])
+    masked = np.flatnonzero(ids == tokenizer.mask_token_id)
+    if not len(masked):
         raise UserError(
             f"The text holds no {tokenizer.mask_token}: write {tokenizer.mask_token} where a token is missing."
         )
@@ -28,17 +30,14 @@ def masked_batch(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, te
         raise UserError(
             f"The text has {len(ids)} tokens but the model was trained on {model.config.max_length}: shorten it."
         )
-    places = torch.arange(len(ids))
-    return {
-        "visible_ids": ids[~masked][None],
-        "visible_positions": places[~masked][None],
-        "masked_positions": places[masked][None],
-        "masked_inputs": ids[masked][None],
-    }
+    example = masked_example(ids, masked, ids[masked], model.objective.expand_anchors)
+    batch = MaskedBatches(tokenizer.pad_token_id)([example])
+    del batch["labels"]
+    return batch
 
 
 def fill(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: str, top_k: int = 5) -> list[list[Filling]]:
-    """For each [MASK] of `text`, in order, its `top_k` most probable tokens."""
+    """For each [MASK] of `text`, in order, its `top_k` most probable tokens by the marginal prediction."""
     model.eval()
     fillings = []
     for _, log_probabilities in model.predict(**masked_batch(model, tokenizer, text)):
@@ -46,4 +45,12 @@ def fill(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: str,
             fillings.append(
                 [Filling(tokenizer.decode([i]).strip(), p) for i, p in zip(ids.tolist(), values.tolist(), strict=True)]
             )
-    return fillings
+    return fillings[1:-1] if model.objective.expand_anchors else fillings
+
+
+def fill_jointly(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    """For each [MASK] of `text`, in order, its token in the most probable filling of all of them together."""
+    model.eval()
+    tokens = model.fill_jointly(**masked_batch(model, tokenizer, text))[0].tolist()
+    tokens = tokens[1:-1] if model.objective.expand_anchors else tokens
+    return [tokenizer.decode([token]).strip() for token in tokens]

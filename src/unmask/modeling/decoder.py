@@ -1,7 +1,7 @@
 """The decoder (MAE-LM §4): shallow, post-norm, learned positions, no dropout; thrown away after pretraining.
 
 It is one and the same for every encoder. It reads the encoder's output at the visible positions and a fresh [MASK]
-embedding at the masked ones, and predicts there.
+embedding at the masked ones, once for each of their states, and predicts there.
 """
 
 from typing import cast
@@ -40,16 +40,18 @@ class Decoder(nn.Module):
     """Predicts masked positions from the visible ones and their own positions.
 
     size: width D of the decoder; encoder_size: width d of the encoder's output and of what the head takes;
-    masked_size: width of the masked positions' inputs; max_length: rows of the position table.
+    masked_size: width of the masked positions' inputs; max_length: rows of the position table; states: rows of the
+    state table, 0 for none.
     """
 
     def __init__(
-        self, *, size: int, encoder_size: int, masked_size: int, heads: int, layers: int, max_length: int
+        self, *, size: int, encoder_size: int, masked_size: int, heads: int, layers: int, max_length: int, states: int
     ) -> None:
         super().__init__()
         self.visible_in = nn.Identity() if size == encoder_size else nn.Linear(encoder_size, size)
         self.masked_in = nn.Identity() if size == masked_size else nn.Linear(masked_size, size)
         self.positions = nn.Embedding(max_length, size)
+        self.states = nn.Embedding(states, size) if states else None
         self.norm = nn.LayerNorm(size, eps=1e-5)
         self.layers = nn.ModuleList(DecoderLayer(size, heads) for _ in range(layers))
         self.out = nn.Identity() if size == encoder_size else nn.Linear(size, encoder_size)
@@ -92,16 +94,28 @@ class Decoder(nn.Module):
         masked: Tensor,
         masked_positions: Tensor,
         mask: Tensor | None = None,
+        state_numbers: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states of the masked block [B, m, d].
+        """Hidden states [B, q, d] of the masked block, or of the `wanted` places in [visible ; masked].
 
-        visible: [B, v, d] output of the encoder; masked: [B, m, masked_size], the [MASK] embedding or the encoder's
-        own output there (`carry`); positions: [B, v] and [B, m]; mask: [B, v + m], True where real, None if all are.
+        visible: [B, v, d] output of the encoder; masked: [B, n, masked_size], the [MASK] embedding or the encoder's
+        own output there (`carry`); positions: [B, v] and [B, n]; mask: [B, v + n], True where real, None if all are;
+        state_numbers: [B, n], from 1; wanted: [B, q].
         """
-        x = torch.cat([self.visible_in(visible), self.masked_in(masked)], dim=1)
+        masked_in = self.masked_in(masked)
+        if self.states is not None and state_numbers is not None:
+            masked_in = masked_in + self.states(state_numbers - 1)
+        x = torch.cat([self.visible_in(visible), masked_in], dim=1)
         x = self.norm(x + self.positions(torch.cat([visible_positions, masked_positions], dim=1)))
         attend = None if mask is None else mask[:, None, None, :]
         for layer in self.layers[:-1]:
             x = layer(x, x, attend)
-        # Only the masked block is read, so the last layer is computed there alone.
-        return self.out(self.layers[-1](x[:, visible.shape[1] :], x, attend))
+        # Only these are read, so the last layer is computed for them alone.
+        queries = x[:, visible.shape[1] :] if wanted is None else gather_rows(x, wanted)
+        return self.out(self.layers[-1](queries, x, attend))
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` [B, q] of x [B, n, d] -> [B, q, d]."""
+    return x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from unmask.modeling import rotary
 from unmask.modeling.head import HEADS
 from unmask.modeling.pretraining import PretrainingModel
 
@@ -33,8 +34,10 @@ def stock_model(model: PretrainingModel) -> PreTrainedModel:
         return stock
     stock = AutoModel.from_config(config)
     missing, unexpected = stock.load_state_dict(model.encoder.state_dict(), strict=False)
-    strange = [key for key in [*missing, *unexpected] if "pooler" not in key]
+    strange = [key for key in [*missing, *unexpected] if "pooler" not in key and "inv_freq" not in key]
     assert not strange, strange
+    if model.objective.state_positions == "rotary":
+        rotary.write_frequencies(stock)
     return stock
 
 

@@ -4,7 +4,7 @@ The pieces are those of the family's stock `AutoModelForMaskedLM`, taken by name
 loaded and an MLM head can be handed back (`export`).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,14 +92,64 @@ class Head(nn.Module):
 
     def logits(self, hidden: Tensor, embedding: nn.Embedding) -> Tensor:
         """[..., d] -> [..., V]."""
-        return F.linear(self.transform(hidden), embedding.weight if self.weight is None else self.weight, self.bias)
+        return F.linear(self.transform(hidden), self._table(embedding), self.bias)
+
+    def emissions(self, hidden: Tensor, labels: Tensor, embedding: nn.Embedding) -> Tensor:
+        """log P_u(y_t) [B, m, S], at least float32, for states u [B, S, d] and labels y [B, m] (0 where -100).
+
+        h_u·W_y + b_y - logsumexp_V(h_u·W + b): the logits over the vocabulary are held for a few states at a time.
+        """
+        table, features = self._table(embedding), self.transform(hidden)
+        if torch.is_autocast_enabled(features.device.type):
+            dtype = torch.get_autocast_dtype(features.device.type)
+            features, table = features.to(dtype), table.to(dtype)
+        bias = table.new_zeros(len(table)) if self.bias is None else self.bias.to(table.dtype)
+        real = labels.clamp(min=0)
+        scores = F.embedding(real, table) @ features.transpose(1, 2) + bias[real][:, :, None]
+        normaliser = _LogNormaliser.apply(features.flatten(0, 1), table, bias).view(labels.shape[0], 1, -1)
+        return (scores.to(normaliser.dtype) - normaliser).masked_fill((labels == -100)[:, :, None], 0.0)
+
+    def _table(self, embedding: nn.Embedding) -> Tensor:
+        """[V, e] the rows that features are compared with."""
+        return embedding.weight if self.weight is None else self.weight
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor, embedding: nn.Embedding) -> Tensor:
         """Sum over `labels` [B, m] (-100: left out) of -log p(label | hidden [B, m, d]), in nats, as a scalar."""
         return F.linear_cross_entropy(
             self.transform(hidden).flatten(0, 1),
-            embedding.weight if self.weight is None else self.weight,
+            self._table(embedding),
             labels.flatten(),
             linear_bias=self.bias,
             reduction="sum",
         )
+
+
+LOGITS = 1 << 21  # logits that are held at once
+
+
+class _LogNormaliser(torch.autograd.Function):
+    """logsumexp_V(features·table + bias) [N], at least float32; the logits are computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, table: Tensor, bias: Tensor) -> Tensor:
+        """features [N, e], table [V, e], bias [V], all of one type."""
+        wide = torch.promote_types(table.dtype, torch.float32)
+        parts = features.split(max(1, LOGITS // len(table)))
+        normaliser = torch.cat([F.linear(part, table, bias).to(wide).logsumexp(-1) for part in parts])
+        ctx.save_for_backward(features, table, bias, normaliser)
+        return normaliser
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        features, table, bias, normaliser = ctx.saved_tensors
+        for_features, wide = torch.empty_like(features), normaliser.dtype
+        for_table, for_bias = (torch.zeros_like(x, dtype=wide) for x in (table, bias))
+        rows = (x.split(max(1, LOGITS // len(table))) for x in (features, for_features, normaliser, gradient))
+        for part, out, norm, grad in zip(*rows, strict=True):
+            weights = F.linear(part, table, bias).to(wide).sub_(norm[:, None]).exp_().mul_(grad[:, None])
+            for_bias += weights.sum(0)
+            weights = weights.to(table.dtype)
+            torch.mm(weights, table, out=out)
+            for_table += weights.T @ part
+        return for_features, for_table.to(table.dtype), for_bias.to(bias.dtype)

@@ -42,17 +42,28 @@ def attention_window(encoder: PreTrainedModel) -> int | None:
     return encoder.config.sliding_window if "sliding_attention" in layer_types else None
 
 
-def encode(encoder: PreTrainedModel, positions: Tensor, mask: Tensor | None, offset: int, **tokens: Tensor) -> Tensor:
+def encode(
+    encoder: PreTrainedModel,
+    positions: Tensor,
+    mask: Tensor | None,
+    offset: int,
+    states: Tensor | None = None,
+    **tokens: Tensor,
+) -> Tensor:
     """Hidden states [B, n, d] of tokens that stand anywhere in the tensor.
 
-    positions: [B, n] in the original sequence, from 0; mask: [B, n] True where real, None if all are;
+    positions: [B, n] in the original sequence, from 0; mask: [B, n] True where real, None if all are; states: [B, n]
+    numbers of states for an encoder with 2-D rotary positions, 0 where a token is not expanded, None if none is;
     tokens: `input_ids` [B, n] or `inputs_embeds` [B, n, e].
     """
     attention_mask: Any = mask if mask is None else mask.long()
     window = attention_window(encoder)
     if window is not None:
         attention_mask = _windows_by_position(encoder, positions, mask, window)
-    return encoder(position_ids=positions + offset, attention_mask=attention_mask, **tokens).last_hidden_state
+    position_ids = positions + offset
+    if states is not None:
+        position_ids = torch.stack([position_ids, states], dim=-1)
+    return encoder(position_ids=position_ids, attention_mask=attention_mask, **tokens).last_hidden_state
 
 
 def _windows_by_position(

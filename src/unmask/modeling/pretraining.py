@@ -4,9 +4,12 @@
     decoder input = encoder output (visible) + masked positions x decoder_states      (only if decoder_layers > 0)
     prediction    = the hidden states of the masked block -> LM head -> loss
 
-Nothing is interleaved: visible tokens come first, then the masked block, each token carrying its position.
+Nothing is interleaved: visible tokens come first, then the masked block, each token carrying its position. With k > 1
+states the masked block is k times as long, and the loss sums over all alignments of states to targets (ExLM).
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -25,10 +28,14 @@ from transformers import (
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import ModelOutput
 
+from unmask.alignment import best_path, log_likelihood, posteriors
 from unmask.errors import UserError
-from unmask.modeling.decoder import Decoder
+from unmask.modeling import rotary
+from unmask.modeling.decoder import Decoder, gather_rows
 from unmask.modeling.head import Head
 from unmask.modeling.positions import encode, max_positions, position_offset, probe
+from unmask.modeling.transitions import Transitions
+from unmask.modeling.vertices import Vertices, expand, state_numbers, vertices_of
 from unmask.objectives import Objective, objective_from_dict
 
 LOGIT_ROWS = 1024  # masked positions whose logits over the vocabulary are held at once in evaluation
@@ -63,7 +70,7 @@ class PretrainingConfig(PreTrainedConfig):
 
 @dataclass
 class PretrainingOutput(ModelOutput):
-    """loss: scalar, nats per target token; masked_states: [B, m, d], what the head predicts from."""
+    """loss: scalar, nats per target token; masked_states: [B, m, d], or [B, S, d] vertices, what is predicted from."""
 
     loss: Tensor | None = None
     masked_states: Tensor | None = None
@@ -87,20 +94,23 @@ class PretrainingModel(PreTrainedModel):
     def __init__(self, config: PretrainingConfig, stock: PreTrainedModel | None = None) -> None:
         """stock: the encoder, with or without an MLM head, to continue from; None: a new one from `config.encoder`."""
         super().__init__(config)
-        if stock is None:
-            auto = AutoModelForMaskedLM if type(config.encoder) in MODEL_FOR_MASKED_LM_MAPPING else AutoModel
-            stock = auto.from_config(config.encoder)
         self.objective: Objective = objective_from_dict(config.objective or {})
+        if stock is None:
+            stock = self._new_stock(config)
         self.encoder: PreTrainedModel = stock.base_model
+        self.state_embeddings: torch.nn.Embedding | None = None
+        self._tell_states_apart(config)
         self.head = Head(config.encoder, None if stock is self.encoder else stock, self.token_table)
         self.decoder = self._new_decoder(config) if self.objective.decoder_layers else None
+        self.transitions = self._new_transitions(config) if self.objective.states > 1 else None
         self.offset = position_offset(self.encoder)
         self._check_lengths(config)
         self.post_init()
-        if self.token_table.weight.device.type != "meta":  # a saved model was proved and started when it was made
+        if not self._is_loaded:
             probe(self.encoder)
-            if self.decoder is not None:
-                self.decoder.start()
+            for new in (self.decoder, self.transitions):
+                if new is not None:
+                    new.start()
 
     @classmethod
     def from_encoder(
@@ -150,6 +160,53 @@ class PretrainingModel(PreTrainedModel):
     def get_input_embeddings(self) -> torch.nn.Embedding:
         return self.token_table
 
+    @property
+    def _is_loaded(self) -> bool:
+        """Whether a saved model is being built, which was proved and started when it was made."""
+        return self.token_table.weight.device.type == "meta"
+
+    def _new_stock(self, config: PretrainingConfig) -> PreTrainedModel:
+        """The stock model of `config.encoder`, with its MLM head; ready for 2-D positions if it can be."""
+        two_dimensional = self.objective.encoder_states > 1 and self.objective.state_positions in ("auto", "rotary")
+        if two_dimensional:
+            config.encoder = rotary.two_dimensional(config.encoder)
+        auto = AutoModelForMaskedLM if type(config.encoder) in MODEL_FOR_MASKED_LM_MAPPING else AutoModel
+        stock = auto.from_config(config.encoder)
+        if two_dimensional:
+            rotary.write_frequencies(stock.base_model)
+        return stock
+
+    def _tell_states_apart(self, config: PretrainingConfig) -> None:
+        """Decides for `state_positions=auto`, and puts 2-D rotary positions or a table of states into the encoder."""
+        chosen = self.objective.state_positions
+        if chosen == "auto" and max(self.objective.states, self.objective.encoder_states) > 1:
+            turns = self.objective.encoder_states > 1 and rotary.agrees(self.encoder)
+            chosen = "rotary" if turns else "embedding"
+            self.objective = dataclasses.replace(self.objective, state_positions=chosen)
+            config.objective = self.objective.to_dict()
+        if chosen == "rotary":
+            previous = self.encoder
+            agreed = self._is_loaded or rotary.agrees(previous)
+            rotary.install(self.encoder)
+            if not agreed:
+                raise UserError(
+                    f"state_positions=rotary would change what {type(self.encoder).__name__} computes, because it was "
+                    "trained with another rotary scheme: set state_positions=embedding."
+                )
+        if chosen == "embedding" and self.objective.encoder_states > 1:
+            self.state_embeddings = torch.nn.Embedding(self.objective.encoder_states, self.token_table.embedding_dim)
+
+    def _new_transitions(self, config: PretrainingConfig) -> Transitions:
+        assert isinstance(config.encoder, PreTrainedConfig)
+        objective = self.objective
+        return Transitions(
+            size=config.encoder.hidden_size,
+            heads=config.encoder.num_attention_heads,
+            places=objective.states * config.max_length,
+            prior=objective.transition_prior,
+            max_jump=objective.max_jump,
+        )
+
     def _new_decoder(self, config: PretrainingConfig) -> Decoder:
         assert isinstance(config.encoder, PreTrainedConfig)
         width = config.encoder.hidden_size
@@ -168,6 +225,7 @@ class PretrainingModel(PreTrainedModel):
             heads=heads,
             layers=self.objective.decoder_layers,
             max_length=config.max_length,
+            states=0 if self.objective.state_positions in ("auto", "none") else self.objective.decoder_states,
         )
 
     def _check_lengths(self, config: PretrainingConfig) -> None:
@@ -189,14 +247,21 @@ class PretrainingModel(PreTrainedModel):
         masked_mask: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> PretrainingOutput:
-        """Mean cross-entropy over the real targets, in nats; a masked batch in, shapes as in `data.masking`.
+        """The objective's loss in nats per target; a masked batch in, shapes as in `data.masking`.
 
+        With one state, the cross-entropy; with k, Σ -log Z over the sequences (ExLM §3); anchors are not targets.
         num_items_in_batch: targets of the whole step, where this batch is one part of an accumulated gradient.
         """
-        states = self.masked_states(
-            visible_ids, visible_positions, masked_positions, masked_inputs, visible_mask, masked_mask
-        )
-        total = self.head.cross_entropy(states, labels, self.token_table)
+        batch = (visible_ids, visible_positions, masked_positions, masked_inputs, visible_mask, masked_mask)
+        states = self.masked_states(*batch)
+        if self.objective.states == 1:
+            total = self.head.cross_entropy(states, labels, self.token_table)
+        else:
+            assert self.transitions is not None
+            vertices = self.vertices(visible_positions, masked_positions, visible_mask, masked_mask)
+            match = self._with_anchors(self.head.emissions(self._emitting(states), labels, self.token_table))
+            links = self.transitions(states, vertices)
+            total = -log_likelihood(match, links, vertices.targets, vertices.lengths).sum().to(states.dtype)
         targets = labels.ne(-100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return PretrainingOutput(loss=total / targets, masked_states=states)
 
@@ -209,66 +274,220 @@ class PretrainingModel(PreTrainedModel):
         visible_mask: Tensor | None = None,
         masked_mask: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, m, d] of the masked block, from the decoder if there is one, else from the encoder."""
-        v = visible_ids.shape[1]
-        in_encoder = bool(self.objective.encoder_states)
-        both_masks = _joined(visible_mask, masked_mask, visible_ids, masked_positions)
-        ids = torch.cat([visible_ids, masked_inputs], dim=1) if in_encoder else visible_ids
-        positions = torch.cat([visible_positions, masked_positions], dim=1) if in_encoder else visible_positions
-        if self.objective.positions == "consecutive":
-            positions = _ranks(positions, both_masks if in_encoder else visible_mask)
-        hidden = encode(self.encoder, positions, both_masks if in_encoder else visible_mask, self.offset, input_ids=ids)
+        """Hidden states that are predicted from, of the decoder if there is one, else of the encoder.
+
+        [B, m, d] with one state per masked position; with k, those of the vertices [B, S, d], anchors included.
+        """
+        objective, v = self.objective, visible_ids.shape[1]
+        vertices = None
+        if objective.states > 1:
+            vertices = self.vertices(visible_positions, masked_positions, visible_mask, masked_mask)
+        hidden = self._encode(
+            visible_ids, visible_positions, masked_positions, masked_inputs, visible_mask, masked_mask
+        )
         if self.decoder is None:
-            return hidden[:, v:]
-        if self.objective.decoder_masked_input == "carry":
+            return hidden[:, v:] if vertices is None else gather_rows(hidden, vertices.where)
+        k = objective.decoder_states
+        positions = expand(masked_positions, k)
+        if objective.decoder_masked_input == "carry":
             masked = hidden[:, v:]
         else:
-            mask_embedding = self.token_table.weight[self.config.mask_token_id]
-            masked = mask_embedding.expand(*masked_positions.shape, -1)
-        return self.decoder(hidden[:, :v], visible_positions, masked, masked_positions, both_masks)
+            masked = self.token_table.weight[self.config.mask_token_id].expand(*positions.shape, -1)
+        return self.decoder(
+            hidden[:, :v],
+            visible_positions,
+            masked,
+            positions,
+            _joined(visible_mask, masked_mask, visible_ids, masked_positions, k),
+            state_numbers(masked_positions, k),
+            None if vertices is None else vertices.where,
+        )
+
+    def _encode(
+        self,
+        visible_ids: Tensor,
+        visible_positions: Tensor,
+        masked_positions: Tensor,
+        masked_inputs: Tensor,
+        visible_mask: Tensor | None,
+        masked_mask: Tensor | None,
+    ) -> Tensor:
+        """The encoder's output [B, v + m x encoder_states, d]."""
+        k = self.objective.encoder_states
+        ids = torch.cat([visible_ids, expand(masked_inputs, k)], dim=1)
+        positions = torch.cat([visible_positions, expand(masked_positions, k)], dim=1)
+        mask = _joined(visible_mask, masked_mask, visible_ids, masked_positions, k)
+        if self.objective.positions == "consecutive":
+            positions = torch.arange(visible_ids.shape[1], device=positions.device).expand_as(visible_ids)
+        numbers = None
+        if k > 1:
+            numbers = torch.cat([torch.zeros_like(visible_ids), state_numbers(masked_positions, k)], dim=1)
+        turned = numbers if self.objective.state_positions == "rotary" else None
+        with self._added_to_tokens(numbers):
+            return encode(self.encoder, positions, mask, self.offset, turned, input_ids=ids)
+
+    def _added_to_tokens(self, numbers: Tensor | None) -> contextlib.AbstractContextManager:
+        """Adds the states' embeddings where the encoder looks up its tokens' (numbers [B, n]; 0: nothing to add).
+
+        A hook, because not every family takes `inputs_embeds`, and some of them skip positions or norms then.
+        """
+        table = self.state_embeddings
+        if table is None or numbers is None:
+            return contextlib.nullcontext()
+        added = table((numbers - 1).clamp(min=0)) * (numbers > 0)[:, :, None]
+        return self.token_table.register_forward_hook(lambda module, args, output: output + added)
+
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    def vertices(
+        self,
+        visible_positions: Tensor,
+        masked_positions: Tensor,
+        visible_mask: Tensor | None,
+        masked_mask: Tensor | None,
+    ) -> Vertices:
+        """The vertices of a masked batch, k > 1."""
+        k, anchors = self.objective.states, self.objective.expand_anchors
+        return vertices_of(visible_positions, masked_positions, visible_mask, masked_mask, k, anchors)
+
+    def _emitting(self, x: Tensor) -> Tensor:
+        """Of vertices [B, S, ...] those that can emit a target, [B, m k, ...]."""
+        return x if self.objective.expand_anchors else x[:, 1:-1]
+
+    def _with_anchors(self, match: Tensor) -> Tensor:
+        """Emissions [B, m, m k] -> match [B, T, S]: an anchor emits nothing, so its score is 0."""
+        return match if self.objective.expand_anchors else torch.nn.functional.pad(match, (1, 1, 1, 1))
+
+    # --- prediction --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def predict(self, **batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The marginal predictions of the masked positions, `LOGIT_ROWS` at a time: (rows, log p [rows, V]).
+        """The marginal predictions of the masked positions, some at a time: (rows, log p [rows, V]).
 
-        rows index the flattened [B x m] masked positions.
+        rows index the flattened [B x m] masked positions. With k states, p(y_t = v) = Σ_u γ⁰_t(u) P_u(v): γ⁰ says where
+        the t-th target sits before it is seen, with nothing to emit anywhere.
         """
-        inputs = {name: value for name, value in batch.items() if name not in ("labels", "num_items_in_batch")}
-        states = self.masked_states(**inputs).flatten(0, 1)
-        for rows in torch.arange(len(states), device=states.device).split(LOGIT_ROWS):
-            yield rows, self.head.logits(states[rows], self.token_table).float().log_softmax(-1)
+        inputs = _inputs(batch)
+        states = self.masked_states(**inputs)
+        if self.objective.states == 1:
+            flat = states.flatten(0, 1)
+            for rows in torch.arange(len(flat), device=flat.device).split(LOGIT_ROWS):
+                yield rows, self._log_probabilities(flat[rows])
+            return
+        occupancy, _, _ = self._before_seeing(states, inputs)
+        m = occupancy.shape[1]
+        for b, (where, emitting) in enumerate(zip(occupancy, self._emitting(states), strict=True)):
+            mixed = where.float() @ self._log_probabilities(emitting).exp()
+            yield b * m + torch.arange(m, device=states.device), mixed.clamp(min=torch.finfo(mixed.dtype).tiny).log()
+
+    @torch.no_grad()
+    def fill_jointly(self, **batch: Tensor) -> Tensor:
+        """Ids [B, m] of the most probable filling of all masked positions together.
+
+        With one state, the argmax at each; with k, the tokens along the most probable path, each vertex on it emitting
+        its most probable token.
+        """
+        inputs = _inputs(batch)
+        states = self.masked_states(**inputs)
+        if self.objective.states == 1:
+            best = [self._log_probabilities(x).argmax(-1) for x in states]
+            return torch.stack(best)
+        m, (score, token) = inputs["masked_positions"].shape[1], self._best_tokens(states)
+        vertices, links = self._graph(states, inputs)
+        match = self._with_anchors(score[:, None, :].expand(-1, m, -1))
+        if not self.objective.expand_anchors:  # the last anchor of a shorter sequence
+            ends = torch.arange(match.shape[1], device=match.device) == (vertices.targets - 1)[:, None]
+            match = match.masked_fill(ends[:, :, None], 0.0)
+        emits = self._emitting(best_path(match, links, vertices.targets, vertices.lengths))
+        target = emits if self.objective.expand_anchors else emits - 1
+        filling = torch.zeros_like(inputs["masked_positions"])
+        on_path = (target >= 0) & (target < (vertices.targets - (0 if self.objective.expand_anchors else 2))[:, None])
+        rows, places = on_path.nonzero(as_tuple=True)
+        filling[rows, target[rows, places]] = token[rows, places]
+        return filling
 
     @torch.no_grad()
     def score(self, labels: Tensor, **batch: Tensor) -> Tensor:
         """What evaluation sums, [B, 5]: targets, objective's loss, token loss, joint loss (nats), hits of the argmax.
 
-        For a softmax per masked position the three losses are one.
+        Token loss and hits are those of the marginal prediction; the joint loss is -log(Z / Z⁰), Z⁰ the mass of all
+        paths with nothing to emit. For a softmax per masked position the three losses are one. Anchors do not count.
         """
+        real = labels.ne(-100)
+        if self.objective.states > 1:
+            return self._score_alignment(labels, real, _inputs(batch))
         flat = labels.flatten()
         loss, hits = torch.zeros(2, *flat.shape, device=labels.device)
         for rows, log_probabilities in self.predict(**batch):
             target = flat[rows].clamp(min=0)
             loss[rows] = -log_probabilities.gather(1, target[:, None])[:, 0]
             hits[rows] = (log_probabilities.argmax(-1) == target).float()
-        real = labels.ne(-100)
         loss, hits = ((x.view(labels.shape) * real).sum(1) for x in (loss, hits))
         return torch.stack([real.sum(1).float(), loss, loss, loss, hits], dim=1)
 
+    def _score_alignment(self, labels: Tensor, real: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        states = self.masked_states(**inputs)
+        occupancy, log_z0, links = self._before_seeing(states, inputs)
+        counted = real
+        if self.objective.expand_anchors:
+            place = torch.arange(labels.shape[1], device=labels.device)
+            counted = real & (place > 0) & (place < real.sum(1, keepdim=True) - 1)
+        emissions, hits = [], []
+        for where, emitting, y in zip(occupancy, self._emitting(states), labels.clamp(min=0), strict=True):
+            log_probabilities = self._log_probabilities(emitting)
+            emissions.append(log_probabilities[:, y].T)
+            hits.append((where.float() @ log_probabilities.exp()).argmax(-1) == y)
+        emission = torch.stack(emissions).double()
+        match = self._with_anchors(emission.masked_fill(~real[:, :, None], 0.0))
+        vertices = self.vertices(*_blocks(inputs))
+        log_z = log_likelihood(match, links, vertices.targets, vertices.lengths)
+        token = -torch.where(counted, (occupancy.log() + emission).logsumexp(2), 0.0).sum(1)
+        sums = (counted.sum(1), -log_z, token, log_z0 - log_z, (torch.stack(hits) & counted).sum(1))
+        return torch.stack([x.float() for x in sums], dim=1)
+
+    def _graph(self, states: Tensor, inputs: dict[str, Tensor]) -> tuple[Vertices, Tensor]:
+        """The vertices and their log transitions [B, S, S]."""
+        assert self.transitions is not None
+        vertices = self.vertices(*_blocks(inputs))
+        return vertices, self.transitions(states, vertices)
+
+    def _before_seeing(self, states: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The recursion with nothing to emit: (γ⁰ [B, m, m k] in float64, log Z⁰ [B], log transitions [B, S, S])."""
+        vertices, links = self._graph(states, inputs)
+        steps = inputs["masked_positions"].shape[1] + (0 if self.objective.expand_anchors else 2)
+        nothing = links.new_zeros(len(links), steps, links.shape[1])
+        lengths = vertices.targets, vertices.lengths
+        occupancy, _ = posteriors(nothing, links, *lengths)
+        occupancy = occupancy if self.objective.expand_anchors else occupancy[:, 1:-1, 1:-1]
+        return occupancy, log_likelihood(nothing, links, *lengths), links
+
+    def _best_tokens(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each emitting state [B, m k] the log-probability and the id of its most probable token."""
+        best = [self._log_probabilities(x).max(-1) for x in self._emitting(states)]
+        return torch.stack([b.values for b in best]), torch.stack([b.indices for b in best])
+
+    def _log_probabilities(self, hidden: Tensor) -> Tensor:
+        """log P(v) [rows, V] in float32."""
+        return self.head.logits(hidden, self.token_table).float().log_softmax(-1)
+
+
+def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if name not in ("labels", "num_items_in_batch")}
+
+
+def _blocks(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    masks = inputs.get("visible_mask"), inputs.get("masked_mask")
+    return inputs["visible_positions"], inputs["masked_positions"], *masks
+
 
 def _joined(
-    visible_mask: Tensor | None, masked_mask: Tensor | None, visible_ids: Tensor, masked_positions: Tensor
+    visible_mask: Tensor | None, masked_mask: Tensor | None, visible_ids: Tensor, masked_positions: Tensor, k: int
 ) -> Tensor | None:
-    """Mask [B, v + m] of visible tokens and masked block; None where nothing is padded."""
-    if visible_mask is None and masked_mask is None:
+    """Mask [B, v + m k] of visible tokens and masked block; None where nothing is padded."""
+    if visible_mask is None and (masked_mask is None or k == 0):
         return None
-    parts = ((visible_mask, visible_ids), (masked_mask, masked_positions))
-    return torch.cat([torch.ones_like(x, dtype=torch.bool) if m is None else m for m, x in parts], dim=1)
-
-
-def _ranks(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """Consecutive numbers 0, 1, 2, ... in the order of `positions` [B, n]; padded ones come last."""
-    last_first = positions if mask is None else positions.masked_fill(~mask, torch.iinfo(positions.dtype).max)
-    return last_first.argsort(dim=1).argsort(dim=1)
+    parts = ((visible_mask, visible_ids, 1), (masked_mask, masked_positions, k))
+    return torch.cat([expand(torch.ones_like(x, dtype=torch.bool) if m is None else m, n) for m, x, n in parts], dim=1)
 
 
 AutoConfig.register(PretrainingConfig.model_type, PretrainingConfig)

@@ -50,7 +50,7 @@ def pretrain(**values: Any) -> dict[str, Any]:
         _refuse_occupied(output, run.overwrite)
     set_seed(args.seed)
 
-    tokenizer, train_tokens, eval_tokens = _open_data(run)
+    tokenizer, train_tokens, eval_tokens = _open_data(run, objective.states)
     train_rows = _rows(train_tokens, run)
     eval_rows = None if eval_tokens is None else _rows(eval_tokens, run, run.max_eval_samples)
     model = _new_model(run, objective, tokenizer)
@@ -144,8 +144,8 @@ def _clear(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
 
 
-def _open_data(run: RunArguments) -> tuple[PreTrainedTokenizerBase, Tokens, Tokens | None]:
-    """Tokenizer, training tokens and evaluation tokens."""
+def _open_data(run: RunArguments, k: int) -> tuple[PreTrainedTokenizerBase, Tokens, Tokens | None]:
+    """Tokenizer, training tokens and evaluation tokens; k: states per masked position."""
     corpus = documentation() if run.data is None else _open(run.data, run)
     eval_corpus = None if run.eval_data is None else _open(run.eval_data, run)
     cache = Path(run.cache_dir) if run.cache_dir else default_cache_dir()
@@ -154,6 +154,11 @@ def _open_data(run: RunArguments) -> tuple[PreTrainedTokenizerBase, Tokens, Toke
         assert run.vocab_size is not None
         name = str(_trained_tokenizer(corpus, run.vocab_size, cache))
     tokenizer = load_tokenizer(name, trust_remote_code=run.trust_remote_code)
+    if k > 1 and None in boundaries(tokenizer):
+        raise UserError(
+            f"The tokenizer '{name}' puts no boundary tokens around a sequence, and state alignment begins and ends at "
+            "them: use a tokenizer with [CLS] and [SEP] (or BOS and EOS), or an objective with one state."
+        )
     assert run.max_length is not None
     tokenizer.model_max_length = run.max_length
     tokens = tokenize(corpus, tokenizer, cache)
@@ -295,7 +300,8 @@ def _unigram_loss(trainer: PretrainingTrainer, train_tokens: Tokens) -> float | 
         return None
     logs = _log_frequencies(train_tokens, len(trainer.processing_class))
     rows = trainer.eval_dataset
-    targets = np.concatenate([rows[i]["labels"] for i in range(len(rows))])
+    inner = slice(1, -1) if rows.expand_anchors else slice(None)  # boundary tokens are no targets of evaluation
+    targets = np.concatenate([rows[i]["labels"][inner] for i in range(len(rows))])
     return float(-logs[targets].mean())
 
 

@@ -45,11 +45,14 @@ class PretrainingTrainer(Trainer):
     ) -> None:
         vocabulary = Vocabulary(tokenizer)
         seed = args.seed if args.data_seed is None else args.data_seed
+        anchors = model.objective.expand_anchors
         super().__init__(
             model=model,
             args=args,
-            train_dataset=MaskedRows(train_rows, model.objective, vocabulary, seed),
-            eval_dataset=None if eval_rows is None else MaskedRows(eval_rows, EVALUATION, vocabulary, EVALUATION_SEED),
+            train_dataset=MaskedRows(train_rows, model.objective, vocabulary, seed, anchors),
+            eval_dataset=None
+            if eval_rows is None
+            else MaskedRows(eval_rows, EVALUATION, vocabulary, EVALUATION_SEED, anchors),
             data_collator=MaskedBatches(vocabulary.pad_id),
             compute_metrics=_metrics,
             processing_class=tokenizer,

@@ -131,13 +131,16 @@ def _fill(argv: list[str]) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from unmask.evaluation.fill import fill
+    from unmask.evaluation.fill import fill, fill_jointly
 
     console = Console(highlight=False)
     for number, candidates in enumerate(fill(model, tokenizer, args.text, args.top_k), start=1):
         console.print(f"[bold]{escape(tokenizer.mask_token)} {number}[/bold]")
         for token, probability in candidates:
             console.print(f"  {probability:7.2%}  {'█' * round(30 * probability):<1} {escape(token)}")
+    if model.objective.states > 1:
+        together = fill_jointly(model, tokenizer, args.text)
+        console.print(f"[bold]best together[/bold]  {escape(' · '.join(together))}")
 
 
 def _export(argv: list[str]) -> None:

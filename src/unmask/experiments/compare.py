@@ -39,15 +39,17 @@ def _print(rows: list[dict[str, Any]], output: Path) -> None:
     table = Table(
         title=f"{rows[0]['steps']:,} steps, {rows[0]['tokens']:,} tokens each; losses in nats per masked token"
     )
-    for column in ("objective", "token loss", "unigram", "below unigram", "accuracy", "tokens/s", "encoder"):
+    columns = ("objective", "token loss", "joint loss", "unigram", "below unigram", "accuracy", "tokens/s", "encoder")
+    for column in columns:
         table.add_column(column, justify="left" if column in ("objective", "encoder") else "right", no_wrap=True)
     for row in rows:
-        loss, unigram, accuracy = row["eval_token_loss"], row["unigram_loss"], row["eval_accuracy"]
+        loss, joint = row["eval_token_loss"], row["eval_joint_loss"]
+        unigram, accuracy = row["unigram_loss"], row["eval_accuracy"]
         scores = (
-            ("-",) * 4
+            ("-",) * 5
             if loss is None
-            else (f"{loss:.3f}", f"{unigram:.3f}", f"{unigram - loss:.3f}", f"{accuracy:.1%}")
+            else (f"{loss:.3f}", f"{joint:.3f}", f"{unigram:.3f}", f"{unigram - loss:.3f}", f"{accuracy:.1%}")
         )
         speed, place = f"{row['tokens_per_second']:,.0f}", str(output / row["objective"] / "encoder")
         table.add_row(row["objective"], *scores, speed, place)
-    Console(width=max(Console().width, 110)).print(table)
+    Console(width=max(Console().width, 120)).print(table)

@@ -12,7 +12,7 @@ import yaml
 from transformers import TrainingArguments
 
 from unmask.errors import UserError, nearest
-from unmask.objectives import FIELDS
+from unmask.objectives import FIELDS, OBJECTIVES
 
 PRESETS: dict[str, dict[str, Any]] = {
     # model ------------------------------------------------------------------- | data and optimisation
@@ -46,7 +46,7 @@ def _flag(default: Any, help: str) -> Any:
 class RunArguments:
     """What is trained on what."""
 
-    objective: str = _flag("mlm", "The pretraining objective: mlm or mae-lm.")
+    objective: str = _flag("mlm", f"The pretraining objective: {', '.join(OBJECTIVES)}.")
     set: list[str] = field(
         default_factory=list,
         metadata={"help": "Fields of the objective to change, as in --set mask_ratio=0.3 mask_unit=word."},

@@ -228,6 +228,8 @@ def new_encoder_config(run: RunArguments, tokenizer: PreTrainedTokenizerBase) ->
     assert run.hidden_size is not None
     assert run.max_length is not None
     start, end = boundaries(tokenizer)
+    assert run.num_attention_heads is not None
+    rope = {"rope_type": "default", "rope_theta": rotary_base(run.hidden_size // run.num_attention_heads)}
     values: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": run.hidden_size,
@@ -247,14 +249,18 @@ def new_encoder_config(run: RunArguments, tokenizer: PreTrainedTokenizerBase) ->
         case "modernbert":  # every layer sees the whole sequence; gated feed-forward with as many weights as 4 x width
             values |= {
                 "layer_types": ["full_attention"] * (run.num_hidden_layers or 0),
+                "rope_parameters": {"full_attention": {**rope}, "sliding_attention": {**rope}},
                 "intermediate_size": -(-8 * run.hidden_size // 3 // 64) * 64,
                 "cls_token_id": start,
                 "sep_token_id": end,
             }
         case "electra":
             values["embedding_size"] = run.hidden_size
+        case "nomic_bert" | "eurobert":
+            values["rope_parameters"] = rope
         case "esm":
             values |= {
+                "rope_theta": rope["rope_theta"],
                 "position_embedding_type": "rotary",
                 "token_dropout": False,
                 "mask_token_id": tokenizer.mask_token_id,
@@ -270,6 +276,15 @@ def new_encoder_config(run: RunArguments, tokenizer: PreTrainedTokenizerBase) ->
         return config_class(**values)
     except (ValueError, TypeError) as error:
         raise UserError(f"{config_class.__name__} refuses these values: {' '.join(str(error).split())}") from error
+
+
+def rotary_base(head_size: int) -> float:
+    """θ of a new encoder: 10,000 as in both papers for heads of 64 and more, 10,000^(head size / 64) for smaller ones.
+
+    So the frequencies of small heads stand as close together as those of the papers', and reach as many positions of a
+    short sequence; 2-D positions have only half of them (docs/design.md).
+    """
+    return 10_000.0 ** min(1.0, head_size / 64)
 
 
 def _evaluate(trainer: PretrainingTrainer, run: RunArguments, train_tokens: Tokens) -> dict[str, Any]:

@@ -31,17 +31,19 @@ def base(corpus_file, tokenizer_folder, tmp_path):
     }
 
 
-def test_from_a_text_file_to_a_filled_mask(corpus_file, tmp_path, capsys):
+@pytest.mark.parametrize("objective", ["mae-lm", "mae-exlm"])
+def test_from_a_text_file_to_a_filled_mask(objective, corpus_file, tmp_path, capsys):
     tok, run = str(tmp_path / "tok"), str(tmp_path / "run")
     assert main(["tokenizer", "--data", str(corpus_file), "--vocab_size", "300", "--output_dir", tok]) == 0
     small = flags({**SMALL, "data": corpus_file, "tokenizer": tok, "cache_dir": tmp_path / "cache", "output_dir": run})
-    assert main(["pretrain", "--objective", "mae-lm", *small, "--max_steps", "60", "--learning_rate", "5e-3"]) == 0
+    assert main(["pretrain", "--objective", objective, *small, "--max_steps", "60", "--learning_rate", "5e-3"]) == 0
     capsys.readouterr()
     assert main(["fill", run, "amber [MASK] cedar [MASK] .", "--top_k", "3"]) == 0
     out = capsys.readouterr().out
     assert out.count("%") == 6
+    assert ("best together" in out) == (objective == "mae-exlm")
     assert main(["export", run, "--output_dir", str(tmp_path / "encoder")]) == 0
-    assert "mae-lm" in (tmp_path / "encoder" / "README.md").read_text()
+    assert f"| objective | {objective} |" in (tmp_path / "encoder" / "README.md").read_text()
     assert (tmp_path / "encoder" / "model.safetensors").read_bytes() == (
         tmp_path / "run" / "encoder" / "model.safetensors"
     ).read_bytes()
@@ -67,11 +69,13 @@ def test_a_recipe_with_flags_on_top(base, tmp_path, capsys):
 
 def test_compare_prints_one_row_each(base, tmp_path, capsys):
     values = {**base, "output_dir": tmp_path / "both"}
-    assert main(["compare", "mlm", "mae-lm", *flags(values)]) == 0
+    names = ["mlm", "mae-lm", "exlm", "mae-exlm"]
+    assert main(["compare", *names, *flags(values)]) == 0
+    printed = capsys.readouterr().out
+    assert all(f" {name} " in printed for name in names)
     rows = json.loads((tmp_path / "both" / "comparison.json").read_text())
-    assert [row["objective"] for row in rows] == ["mlm", "mae-lm"]
-    assert rows[0]["tokens"] == rows[1]["tokens"]
-    assert rows[0]["unigram_loss"] == rows[1]["unigram_loss"]
+    assert [row["objective"] for row in rows] == names
+    assert len({row["tokens"] for row in rows}) == len({row["unigram_loss"] for row in rows}) == 1
 
 
 def refused(argv: list[str], says: str, capsys) -> None:
@@ -90,6 +94,11 @@ CASES = {
     "a field as a flag": ({"mask_ratio": "0.2"}, "--set mask_ratio="),
     "unknown flag": ({"learning_rat": "0.2"}, "did you mean 'learning_rate'"),
     "mask_ratio": ({"set": "mask_ratio=1.5"}, "strictly between 0 and 1"),
+    "one state": ({"objective": "exlm", "set": "encoder_states=1"}, "k must be 2 or more"),
+    "2-D positions without rotary ones": (
+        {"objective": "exlm", "model_type": "bert", "set": "state_positions=rotary"},
+        "set state_positions=embedding",
+    ),
     "unknown preset": ({"preset": "tinny"}, "did you mean 'tiny'"),
     "unknown architecture": ({"model_type": "modernbart"}, "did you mean 'modernbert'"),
     "unknown config field": ({"config_overrides": "hidden_sise=3"}, "did you mean 'hidden_size'"),
@@ -153,6 +162,19 @@ def test_a_tokenizer_without_mask(base, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tokenizer_without_boundary_tokens(base, tmp_path, capsys):
+    tokenizer = train_tokenizer(["amber birch"], "char", 20)
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]"
+    )
+    plain.save_pretrained(tmp_path / "plain")
+    values = {**base, "tokenizer": tmp_path / "plain"}
+    for objective in ("exlm", "mae-exlm"):
+        refused(["pretrain", "--objective", objective, *flags(values)], "no boundary tokens", capsys)
+    assert not (tmp_path / "run").exists()
+    assert main(["pretrain", "--objective", "mae-lm", *flags(values)]) == 0
+
+
 def test_a_checkpoint_whose_vocabulary_or_length_does_not_fit(base, tmp_path, capsys):
     AutoModelForMaskedLM.from_config(encoder_config("bert")).save_pretrained(tmp_path / "bert")
     refused(["pretrain", *flags({**base, "encoder": tmp_path / "bert"})], "tokenizer has 300 tokens", capsys)
@@ -168,9 +190,10 @@ def test_an_output_folder_that_holds_a_run(base, capsys):
     assert main(["pretrain", *flags(base), "--resume_from_checkpoint"]) == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_tested_family_trains_from_a_flag(family, base, tmp_path):
-    values = {**base, "model_type": family, "objective": "mae-lm", "eval_fraction": 0}
+@pytest.mark.parametrize("family", [*FAMILIES, "nomic_bert", "eurobert"])
+@pytest.mark.parametrize("objective", ["mae-lm", "exlm"])
+def test_every_tested_family_trains_from_a_flag(family, objective, base, tmp_path):
+    values = {**base, "model_type": family, "objective": objective, "eval_fraction": 0}
     assert main(["pretrain", *flags(values)]) == 0
     config = json.loads((tmp_path / "run" / "encoder" / "config.json").read_text())
     assert config["model_type"] == family

@@ -144,8 +144,7 @@ def states_of(golden):
 
 
 def vertices(model, batch):
-    names = ("visible_positions", "masked_positions", "visible_mask", "masked_mask")
-    return model.vertices(*(batch[name] for name in names))
+    return model.vertices(**batch)
 
 
 @torch.no_grad()

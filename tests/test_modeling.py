@@ -24,6 +24,7 @@ from unmask.errors import UserError
 from unmask.evaluation.fill import fill
 from unmask.modeling.export import export, stock_model
 from unmask.modeling.positions import attention_window, encode, position_offset, probe
+from unmask.modeling.prediction import score
 from unmask.modeling.pretraining import PretrainingConfig, PretrainingModel
 from unmask.objectives import Objective, get_objective
 
@@ -328,6 +329,8 @@ def test_the_model_card_says_what_the_encoder_cannot_do(tokenizer, tmp_path):
     assert "pooler of this class is untrained" in card
     assert "| steps | 7 |" in card
     export(new_model("modernbert", "mlm"), tokenizer, tmp_path / "mlm")
+    export(new_model("modernbert", "exlm"), tokenizer, tmp_path / "exlm")
+    assert "pretrained with 4 states for each `[MASK]`" in (tmp_path / "exlm" / "README.md").read_text()
     card = (tmp_path / "mlm" / "README.md").read_text()
     assert "takes no" not in card
     assert "pooler" not in card
@@ -412,7 +415,7 @@ def test_score_is_the_loss_and_counts_hits(tokenizer):
     rows = MaskedRows(Rows(sequences([30, 20])), Objective(), vocabulary, 0)
     batch = MaskedBatches(0)([rows[0], rows[1]])
     with torch.no_grad():
-        targets, loss, token, joint, hits = model.score(**batch).sum(0)
+        targets, loss, token, joint, hits = score(model, **batch).sum(0)
         logits = model.head.logits(model.masked_states(**_inputs(batch)), model.token_table)
     assert targets == batch["labels"].ne(-100).sum()
     assert (loss / targets).item() == pytest.approx(model(**batch).loss.item(), abs=1e-5)

@@ -61,7 +61,7 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize("objective", ["mlm", "mae-lm"])
+@pytest.mark.parametrize("objective", ["mlm", "mae-lm", "exlm", "mae-exlm", "exlm-reference"])
 def test_a_run_learns_and_leaves_everything_behind(objective, settings, tmp_path):
     metrics = pretrain(**settings, objective=objective, max_steps=300, learning_rate=5e-3, warmup_steps=0.1)
     run = tmp_path / "run"
@@ -69,7 +69,11 @@ def test_a_run_learns_and_leaves_everything_behind(objective, settings, tmp_path
     assert set(metrics) >= METRICS
     assert metrics["steps"] == 300
     assert metrics["eval_token_loss"] < metrics["unigram_loss"]
-    assert metrics["eval_loss"] == metrics["eval_token_loss"] == metrics["eval_joint_loss"]
+    if "exlm" in objective:
+        assert all(np.isfinite(metrics[name]) for name in ("eval_loss", "eval_token_loss", "eval_joint_loss"))
+        assert metrics["eval_loss"] > metrics["eval_joint_loss"], "Z⁰ is less than 1"
+    else:
+        assert metrics["eval_loss"] == metrics["eval_token_loss"] == metrics["eval_joint_loss"]
     state = json.loads((newest_complete(run) / "trainer_state.json").read_text())
     logged = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     assert logged[-1] < logged[0] - 0.3
@@ -98,15 +102,21 @@ def test_tokens_are_those_of_the_corpus(settings):
 def test_evaluation_targets_are_the_same_for_every_objective_and_seed(settings):
     losses = set()
     for i, changes in enumerate(
-        [{"objective": "mlm"}, {"objective": "mae-lm", "seed": 7}, {"set": ["mask_ratio=0.4", "mask_unit=span"]}]
+        [
+            {"objective": "mlm"},
+            {"objective": "mae-lm", "seed": 7},
+            {"set": ["mask_ratio=0.4", "mask_unit=span"]},
+            {"objective": "exlm-reference"},
+        ]
     ):
         metrics = pretrain(**{**settings, "output_dir": f"{settings['output_dir']}{i}"}, max_steps=1, **changes)
         losses.add(metrics["unigram_loss"])
     assert len(losses) == 1
 
 
-def test_the_config_runs_the_same_run_again(settings, tmp_path):
-    first = pretrain(**settings, max_steps=6, objective="mae-lm", set=["decoder_layers=1"], seed=3)
+@pytest.mark.parametrize(("objective", "field"), [("mae-lm", "decoder_layers=1"), ("exlm", "encoder_states=3")])
+def test_the_config_runs_the_same_run_again(objective, field, settings, tmp_path):
+    first = pretrain(**settings, max_steps=6, objective=objective, set=[field], seed=3)
     recipe = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     second = pretrain(**{**recipe, "output_dir": str(tmp_path / "again")})
     for name in METRICS - {"tokens_per_second"}:
@@ -122,6 +132,20 @@ def test_continuing_from_an_exported_encoder(settings, tmp_path):
     metrics = pretrain(**more, max_steps=1, learning_rate=0.0, save_strategy="no")
     before = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["eval_token_loss"] == pytest.approx(before["eval_token_loss"], abs=1e-5)
+
+
+def test_an_exlm_run_is_resumed_and_its_export_continued(settings, tmp_path):
+    whole = pretrain(**settings, objective="exlm", max_steps=6, save_steps=2)
+    halfway = tmp_path / "halfway"
+    halfway.mkdir()
+    (tmp_path / "run" / "checkpoint-4").rename(halfway / "checkpoint-4")
+    resumed = {**settings, "output_dir": str(halfway), "objective": "exlm", "max_steps": 6, "save_steps": 2}
+    metrics = pretrain(**resumed, resume_from_checkpoint="latest")
+    assert metrics["eval_loss"] == whole["eval_loss"]
+    more = {**settings, "encoder": str(halfway / "encoder"), "output_dir": str(tmp_path / "more"), "tokenizer": None}
+    pretrain(**more, objective="exlm", max_steps=1)
+    config = json.loads((newest_complete(tmp_path / "more") / "config.json").read_text())
+    assert config["objective"]["state_positions"] == "rotary"
 
 
 def test_a_data_set_in_memory_and_a_corpus_shorter_than_a_block(settings):

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unmask.data.masking import MaskedBatches, masked_example
 from unmask.errors import UserError
+from unmask.modeling.prediction import predict, predict_jointly
 from unmask.modeling.pretraining import PretrainingModel
 
 
@@ -40,7 +41,7 @@ def fill(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: str,
     """For each [MASK] of `text`, in order, its `top_k` most probable tokens by the marginal prediction."""
     model.eval()
     fillings = []
-    for _, log_probabilities in model.predict(**masked_batch(model, tokenizer, text)):
+    for _, log_probabilities in predict(model, **masked_batch(model, tokenizer, text)):
         for values, ids in zip(*log_probabilities.exp().topk(min(top_k, log_probabilities.shape[-1])), strict=True):
             fillings.append(
                 [Filling(tokenizer.decode([i]).strip(), p) for i, p in zip(ids.tolist(), values.tolist(), strict=True)]
@@ -51,6 +52,6 @@ def fill(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: str,
 def fill_jointly(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
     """For each [MASK] of `text`, in order, its token in the most probable filling of all of them together."""
     model.eval()
-    tokens = model.fill_jointly(**masked_batch(model, tokenizer, text))[0].tolist()
+    tokens = predict_jointly(model, **masked_batch(model, tokenizer, text))[0].tolist()
     tokens = tokens[1:-1] if model.objective.expand_anchors else tokens
     return [tokenizer.decode([token]).strip() for token in tokens]

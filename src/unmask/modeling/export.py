@@ -92,6 +92,13 @@ def model_card(model: PretrainingModel, stock: PreTrainedModel, facts: dict[str,
             " it. Fine-tune it, or use its hidden states; it does not fill masks.",
             "",
         ]
+    if model.objective.encoder_states > 1:
+        lines += [
+            "**A single `[MASK]` means little to this encoder.** It was pretrained with "
+            f"{model.objective.encoder_states} states for each `[MASK]`, which are not part of this checkpoint. "
+            "Fine-tune it, or use its hidden states; it does not fill masks.",
+            "",
+        ]
     if any("pooler" in name for name, _ in AutoModel.from_config(model.config.encoder).named_parameters()):
         lines += ["The pooler of this class is untrained: pretraining had no task for it.", ""]
     lines += ["## Training", "", "| | |", "|---|---|"]

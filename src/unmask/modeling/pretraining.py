@@ -10,7 +10,6 @@ states the masked block is k times as long, and the loss sums over all alignment
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -28,7 +27,7 @@ from transformers import (
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import ModelOutput
 
-from unmask.alignment import best_path, log_likelihood, posteriors
+from unmask.alignment import log_likelihood
 from unmask.errors import UserError
 from unmask.modeling import rotary
 from unmask.modeling.decoder import Decoder, gather_rows
@@ -37,8 +36,6 @@ from unmask.modeling.positions import encode, max_positions, position_offset, pr
 from unmask.modeling.transitions import Transitions
 from unmask.modeling.vertices import Vertices, expand, state_numbers, vertices_of
 from unmask.objectives import Objective, objective_from_dict
-
-LOGIT_ROWS = 1024  # masked positions whose logits over the vocabulary are held at once in evaluation
 
 
 @strict
@@ -259,7 +256,7 @@ class PretrainingModel(PreTrainedModel):
         else:
             assert self.transitions is not None
             vertices = self.vertices(visible_positions, masked_positions, visible_mask, masked_mask)
-            match = self._with_anchors(self.head.emissions(self._emitting(states), labels, self.token_table))
+            match = vertices.match(self.head.emissions(vertices.emitting(states), labels, self.token_table))
             links = self.transitions(states, vertices)
             total = -log_likelihood(match, links, vertices.targets, vertices.lengths).sum().to(states.dtype)
         targets = labels.ne(-100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -337,147 +334,17 @@ class PretrainingModel(PreTrainedModel):
         added = table((numbers - 1).clamp(min=0)) * (numbers > 0)[:, :, None]
         return self.token_table.register_forward_hook(lambda module, args, output: output + added)
 
-    # --- states ------------------------------------------------------------------------------------------------------
-
     def vertices(
         self,
         visible_positions: Tensor,
         masked_positions: Tensor,
-        visible_mask: Tensor | None,
-        masked_mask: Tensor | None,
+        visible_mask: Tensor | None = None,
+        masked_mask: Tensor | None = None,
+        **_: Tensor,
     ) -> Vertices:
-        """The vertices of a masked batch, k > 1."""
+        """Where the vertices of a masked batch stand, k > 1; what else the batch holds does not matter."""
         k, anchors = self.objective.states, self.objective.expand_anchors
         return vertices_of(visible_positions, masked_positions, visible_mask, masked_mask, k, anchors)
-
-    def _emitting(self, x: Tensor) -> Tensor:
-        """Of vertices [B, S, ...] those that can emit a target, [B, m k, ...]."""
-        return x if self.objective.expand_anchors else x[:, 1:-1]
-
-    def _with_anchors(self, match: Tensor) -> Tensor:
-        """Emissions [B, m, m k] -> match [B, T, S]: an anchor emits nothing, so its score is 0."""
-        return match if self.objective.expand_anchors else torch.nn.functional.pad(match, (1, 1, 1, 1))
-
-    # --- prediction --------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def predict(self, **batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The marginal predictions of the masked positions, some at a time: (rows, log p [rows, V]).
-
-        rows index the flattened [B x m] masked positions. With k states, p(y_t = v) = Σ_u γ⁰_t(u) P_u(v): γ⁰ says where
-        the t-th target sits before it is seen, with nothing to emit anywhere.
-        """
-        inputs = _inputs(batch)
-        states = self.masked_states(**inputs)
-        if self.objective.states == 1:
-            flat = states.flatten(0, 1)
-            for rows in torch.arange(len(flat), device=flat.device).split(LOGIT_ROWS):
-                yield rows, self._log_probabilities(flat[rows])
-            return
-        occupancy, _, _ = self._before_seeing(states, inputs)
-        m = occupancy.shape[1]
-        for b, (where, emitting) in enumerate(zip(occupancy, self._emitting(states), strict=True)):
-            mixed = where.float() @ self._log_probabilities(emitting).exp()
-            yield b * m + torch.arange(m, device=states.device), mixed.clamp(min=torch.finfo(mixed.dtype).tiny).log()
-
-    @torch.no_grad()
-    def fill_jointly(self, **batch: Tensor) -> Tensor:
-        """Ids [B, m] of the most probable filling of all masked positions together.
-
-        With one state, the argmax at each; with k, the tokens along the most probable path, each vertex on it emitting
-        its most probable token.
-        """
-        inputs = _inputs(batch)
-        states = self.masked_states(**inputs)
-        if self.objective.states == 1:
-            best = [self._log_probabilities(x).argmax(-1) for x in states]
-            return torch.stack(best)
-        m, (score, token) = inputs["masked_positions"].shape[1], self._best_tokens(states)
-        vertices, links = self._graph(states, inputs)
-        match = self._with_anchors(score[:, None, :].expand(-1, m, -1))
-        if not self.objective.expand_anchors:  # the last anchor of a shorter sequence
-            ends = torch.arange(match.shape[1], device=match.device) == (vertices.targets - 1)[:, None]
-            match = match.masked_fill(ends[:, :, None], 0.0)
-        emits = self._emitting(best_path(match, links, vertices.targets, vertices.lengths))
-        target = emits if self.objective.expand_anchors else emits - 1
-        filling = torch.zeros_like(inputs["masked_positions"])
-        on_path = (target >= 0) & (target < (vertices.targets - (0 if self.objective.expand_anchors else 2))[:, None])
-        rows, places = on_path.nonzero(as_tuple=True)
-        filling[rows, target[rows, places]] = token[rows, places]
-        return filling
-
-    @torch.no_grad()
-    def score(self, labels: Tensor, **batch: Tensor) -> Tensor:
-        """What evaluation sums, [B, 5]: targets, objective's loss, token loss, joint loss (nats), hits of the argmax.
-
-        Token loss and hits are those of the marginal prediction; the joint loss is -log(Z / Z⁰), Z⁰ the mass of all
-        paths with nothing to emit. For a softmax per masked position the three losses are one. Anchors do not count.
-        """
-        real = labels.ne(-100)
-        if self.objective.states > 1:
-            return self._score_alignment(labels, real, _inputs(batch))
-        flat = labels.flatten()
-        loss, hits = torch.zeros(2, *flat.shape, device=labels.device)
-        for rows, log_probabilities in self.predict(**batch):
-            target = flat[rows].clamp(min=0)
-            loss[rows] = -log_probabilities.gather(1, target[:, None])[:, 0]
-            hits[rows] = (log_probabilities.argmax(-1) == target).float()
-        loss, hits = ((x.view(labels.shape) * real).sum(1) for x in (loss, hits))
-        return torch.stack([real.sum(1).float(), loss, loss, loss, hits], dim=1)
-
-    def _score_alignment(self, labels: Tensor, real: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        states = self.masked_states(**inputs)
-        occupancy, log_z0, links = self._before_seeing(states, inputs)
-        counted = real
-        if self.objective.expand_anchors:
-            place = torch.arange(labels.shape[1], device=labels.device)
-            counted = real & (place > 0) & (place < real.sum(1, keepdim=True) - 1)
-        emissions, hits = [], []
-        for where, emitting, y in zip(occupancy, self._emitting(states), labels.clamp(min=0), strict=True):
-            log_probabilities = self._log_probabilities(emitting)
-            emissions.append(log_probabilities[:, y].T)
-            hits.append((where.float() @ log_probabilities.exp()).argmax(-1) == y)
-        emission = torch.stack(emissions).double()
-        match = self._with_anchors(emission.masked_fill(~real[:, :, None], 0.0))
-        vertices = self.vertices(*_blocks(inputs))
-        log_z = log_likelihood(match, links, vertices.targets, vertices.lengths)
-        token = -torch.where(counted, (occupancy.log() + emission).logsumexp(2), 0.0).sum(1)
-        sums = (counted.sum(1), -log_z, token, log_z0 - log_z, (torch.stack(hits) & counted).sum(1))
-        return torch.stack([x.float() for x in sums], dim=1)
-
-    def _graph(self, states: Tensor, inputs: dict[str, Tensor]) -> tuple[Vertices, Tensor]:
-        """The vertices and their log transitions [B, S, S]."""
-        assert self.transitions is not None
-        vertices = self.vertices(*_blocks(inputs))
-        return vertices, self.transitions(states, vertices)
-
-    def _before_seeing(self, states: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The recursion with nothing to emit: (γ⁰ [B, m, m k] in float64, log Z⁰ [B], log transitions [B, S, S])."""
-        vertices, links = self._graph(states, inputs)
-        steps = inputs["masked_positions"].shape[1] + (0 if self.objective.expand_anchors else 2)
-        nothing = links.new_zeros(len(links), steps, links.shape[1])
-        lengths = vertices.targets, vertices.lengths
-        occupancy, _ = posteriors(nothing, links, *lengths)
-        occupancy = occupancy if self.objective.expand_anchors else occupancy[:, 1:-1, 1:-1]
-        return occupancy, log_likelihood(nothing, links, *lengths), links
-
-    def _best_tokens(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each emitting state [B, m k] the log-probability and the id of its most probable token."""
-        best = [self._log_probabilities(x).max(-1) for x in self._emitting(states)]
-        return torch.stack([b.values for b in best]), torch.stack([b.indices for b in best])
-
-    def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        """log P(v) [rows, V] in float32."""
-        return self.head.logits(hidden, self.token_table).float().log_softmax(-1)
-
-
-def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in batch.items() if name not in ("labels", "num_items_in_batch")}
-
-
-def _blocks(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    masks = inputs.get("visible_mask"), inputs.get("masked_mask")
-    return inputs["visible_positions"], inputs["masked_positions"], *masks
 
 
 def _joined(

@@ -8,10 +8,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class Vertices(NamedTuple):
     """Where S vertices stand; S = m k + 2, or m k with anchors in the masked block. Past `lengths` is padding."""
+
+    silent_ends: bool
+    """Whether the first and the last vertex are anchors that emit nothing."""
 
     where: Tensor
     """[B, S] place in the tensor [visible ; masked positions x k]."""
@@ -23,6 +27,14 @@ class Vertices(NamedTuple):
     """[B] vertices of each sequence."""
     targets: Tensor
     """[B] targets of each sequence, T = m + 2, or m with anchors in the masked block."""
+
+    def emitting(self, x: Tensor) -> Tensor:
+        """Of something for each vertex [B, S, ...] that of the states that emit, [B, m k, ...]."""
+        return x[:, 1:-1] if self.silent_ends else x
+
+    def match(self, emissions: Tensor) -> Tensor:
+        """Emissions [B, m, m k] of masked positions -> match [B, T, S]: a vertex with nothing to emit scores 0."""
+        return F.pad(emissions, (1, 1, 1, 1)) if self.silent_ends else emissions
 
 
 def expand(block: Tensor, k: int) -> Tensor:
@@ -52,16 +64,17 @@ def vertices_of(
     places = expand(masked_positions + ranks * (k - 1), k) + state_numbers(ranks, k) - 1
     index = v + torch.arange(m * k, device=device).expand(batch, -1)
     if expand_anchors:
-        return Vertices(index, places, expand(ranks + 1, k), masked * k, masked)
+        return Vertices(False, index, places, expand(ranks + 1, k), masked * k, masked)
     column = torch.arange(m * k + 2, device=device)
     last = column == (masked * k + 1)[:, None]
     end = visible_positions.gather(1, visible[:, None] - 1)
 
     def between(states: Tensor, final: Tensor) -> Tensor:
         """The first anchor's 0, the states', the last anchor's value right behind the sequence's own states."""
-        return torch.where(last, final, torch.nn.functional.pad(states, (1, 1)))
+        return torch.where(last, final, F.pad(states, (1, 1)))
 
     return Vertices(
+        True,
         between(index, visible[:, None] - 1),
         between(places, end + (masked * (k - 1))[:, None]),
         between(expand(ranks + 1, k), masked[:, None] + 1),

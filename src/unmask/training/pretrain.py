@@ -256,8 +256,10 @@ def new_encoder_config(run: RunArguments, tokenizer: PreTrainedTokenizerBase) ->
             }
         case "electra":
             values["embedding_size"] = run.hidden_size
-        case "nomic_bert" | "eurobert":
+        case "nomic_bert":
             values["rope_parameters"] = rope
+        case "eurobert":
+            values |= {"rope_parameters": rope, "mask_token_id": tokenizer.mask_token_id}
         case "esm":
             values |= {
                 "rope_theta": rope["rope_theta"],

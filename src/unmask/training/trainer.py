@@ -15,6 +15,7 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer
 
 from unmask.data.masking import EpochSampler, MaskedBatches, MaskedRows, SequenceRows, Vocabulary
 from unmask.errors import UserError
+from unmask.modeling.prediction import score
 from unmask.modeling.pretraining import PretrainingModel
 from unmask.objectives import Objective
 from unmask.training.arguments import PretrainingArguments
@@ -85,10 +86,10 @@ class PretrainingTrainer(Trainer):
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, torch.Tensor, torch.Tensor]:
-        """The sums of `PretrainingModel.score`, [B, 5], in the place of logits."""
+        """The sums of `prediction.score`, [B, 5], in the place of logits."""
         inputs = self._prepare_inputs(inputs)
         with self.accelerator.autocast():
-            scores = self.accelerator.unwrap_model(model).score(**inputs)
+            scores = score(self.accelerator.unwrap_model(model), **inputs)
         return None, scores, scores[:, 0]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

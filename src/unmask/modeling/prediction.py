@@ -1,0 +1,130 @@
+"""The marginal prediction: one distribution per masked position, whatever the objective.
+
+With one state it is the softmax. With k states, let γ⁰ be the posteriors of the alignment with nothing to emit: they
+say where the t-th target sits before it is seen, and
+
+    p(y_t = v) = Σ_u γ⁰_t(u) P_u(v)            token loss = -log p(y_t)
+    p(y_1 ... y_m) = Z / Z⁰                    joint loss = -log(Z / Z⁰) / m
+
+are proper distributions, Z⁰ being the mass of all paths with nothing to emit. With one state both losses are one.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from unmask.alignment import best_path, log_likelihood, posteriors
+from unmask.modeling.pretraining import PretrainingModel
+from unmask.modeling.vertices import Vertices
+
+LOGIT_ROWS = 1024  # masked positions whose logits over the vocabulary are held at once
+
+
+@torch.no_grad()
+def predict(model: PretrainingModel, **batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The marginal predictions of a masked batch, some at a time: (rows, log p [rows, V]).
+
+    rows index the flattened [B x m] masked positions; labels are not looked at.
+    """
+    states = _states(model, batch)
+    if model.objective.states == 1:
+        flat = states.flatten(0, 1)
+        for rows in torch.arange(len(flat), device=flat.device).split(LOGIT_ROWS):
+            yield rows, _log_probabilities(model, flat[rows])
+        return
+    vertices, links = _graph(model, states, batch)
+    occupancy, _ = _nothing_seen(vertices, links)
+    m = occupancy.shape[1]
+    for row, (where, emitting) in enumerate(zip(occupancy, vertices.emitting(states), strict=True)):
+        mixed = where.float() @ _log_probabilities(model, emitting).exp()
+        yield row * m + torch.arange(m, device=states.device), mixed.clamp(min=torch.finfo(mixed.dtype).tiny).log()
+
+
+@torch.no_grad()
+def predict_jointly(model: PretrainingModel, **batch: Tensor) -> Tensor:
+    """Ids [B, m] of the most probable filling of all masked positions together.
+
+    With one state, the argmax at each; with k, the tokens along the best path, each vertex on it emitting its best.
+    """
+    states = _states(model, batch)
+    if model.objective.states == 1:
+        return torch.stack([_log_probabilities(model, x).argmax(-1) for x in states])
+    vertices, links = _graph(model, states, batch)
+    best = [_log_probabilities(model, x).max(-1) for x in vertices.emitting(states)]
+    scores, tokens = (torch.stack(part) for part in zip(*best, strict=True))
+    ends = int(vertices.silent_ends)
+    match = vertices.match(scores[:, None, :].expand(-1, batch["masked_positions"].shape[1], -1))
+    t = torch.arange(match.shape[1], device=match.device)
+    silent = ((t == 0) | (t >= vertices.targets[:, None] - 1)) & bool(ends)
+    emits = best_path(match.masked_fill(silent[:, :, None], 0.0), links, vertices.targets, vertices.lengths)
+    target = vertices.emitting(emits) - ends
+    on_path = (target >= 0) & (target < (vertices.targets - 2 * ends)[:, None])
+    rows, places = on_path.nonzero(as_tuple=True)
+    filling = torch.zeros_like(batch["masked_positions"])
+    filling[rows, target[rows, places]] = tokens[rows, places]
+    return filling
+
+
+@torch.no_grad()
+def score(model: PretrainingModel, labels: Tensor, **batch: Tensor) -> Tensor:
+    """What evaluation sums, [B, 5]: targets, objective's loss, token loss, joint loss (nats), hits of the argmax.
+
+    Hits are those of the marginal prediction. Expanded anchors are part of the objective's and the joint loss alone.
+    """
+    real = labels.ne(-100)
+    if model.objective.states > 1:
+        return _score_alignment(model, labels, real, batch)
+    flat = labels.flatten()
+    loss, hits = torch.zeros(2, *flat.shape, device=labels.device)
+    for rows, log_probabilities in predict(model, **batch):
+        target = flat[rows].clamp(min=0)
+        loss[rows] = -log_probabilities.gather(1, target[:, None])[:, 0]
+        hits[rows] = (log_probabilities.argmax(-1) == target).float()
+    loss, hits = ((x.view(labels.shape) * real).sum(1) for x in (loss, hits))
+    return torch.stack([real.sum(1).float(), loss, loss, loss, hits], dim=1)
+
+
+def _score_alignment(model: PretrainingModel, labels: Tensor, real: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    states = _states(model, batch)
+    vertices, links = _graph(model, states, batch)
+    occupancy, log_z0 = _nothing_seen(vertices, links)
+    counted = real
+    if not vertices.silent_ends:
+        place = torch.arange(labels.shape[1], device=labels.device)
+        counted = real & (place > 0) & (place < real.sum(1, keepdim=True) - 1)
+    emissions, hits = [], []
+    for where, emitting, y in zip(occupancy, vertices.emitting(states), labels.clamp(min=0), strict=True):
+        log_probabilities = _log_probabilities(model, emitting)
+        emissions.append(log_probabilities[:, y].T)
+        hits.append((where.float() @ log_probabilities.exp()).argmax(-1) == y)
+    emission = torch.stack(emissions).double()
+    match = vertices.match(emission.masked_fill(~real[:, :, None], 0.0))
+    log_z = log_likelihood(match, links, vertices.targets, vertices.lengths)
+    token = -torch.where(counted, (occupancy.log() + emission).logsumexp(2), 0.0).sum(1)
+    sums = (counted.sum(1), -log_z, token, log_z0 - log_z, (torch.stack(hits) & counted).sum(1))
+    return torch.stack([x.float() for x in sums], dim=1)
+
+
+def _states(model: PretrainingModel, batch: dict[str, Tensor]) -> Tensor:
+    return model.masked_states(**{name: x for name, x in batch.items() if name not in ("labels", "num_items_in_batch")})
+
+
+def _graph(model: PretrainingModel, states: Tensor, batch: dict[str, Tensor]) -> tuple[Vertices, Tensor]:
+    """The vertices and their log transitions [B, S, S]."""
+    assert model.transitions is not None
+    vertices = model.vertices(**batch)
+    return vertices, model.transitions(states, vertices)
+
+
+def _nothing_seen(vertices: Vertices, links: Tensor) -> tuple[Tensor, Tensor]:
+    """The recursion with nothing to emit: γ⁰ [B, m, m k] of the states that can emit, and log Z⁰ [B], in float64."""
+    nothing = links.new_zeros(len(links), int(vertices.targets.max()), links.shape[1])
+    occupancy, _ = posteriors(nothing, links, vertices.targets, vertices.lengths)
+    occupancy = occupancy[:, 1:-1, 1:-1] if vertices.silent_ends else occupancy
+    return occupancy, log_likelihood(nothing, links, vertices.targets, vertices.lengths)
+
+
+def _log_probabilities(model: PretrainingModel, hidden: Tensor) -> Tensor:
+    """log P(v) [rows, V] in float32."""
+    return model.head.logits(hidden, model.token_table).float().log_softmax(-1)

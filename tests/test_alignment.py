@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unmask.alignment import best_path, log_likelihood, path_entropy, posteriors, recursion, sample_paths
 
@@ -193,6 +194,34 @@ def test_lengths_that_do_not_fit_are_refused():
         log_likelihood(match, links, torch.tensor([3]), torch.tensor([2]))
     with pytest.raises(ValueError, match="links is"):
         log_likelihood(match, links[:, :4], torch.tensor([3]), torch.tensor([5]))
+
+
+class Work(TorchDispatchMode):
+    """Counts the operations whose result has so many elements or more, and the batched products."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.large, self.products = elements, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.products += function.overloadpacket is torch.ops.aten.bmm
+        if isinstance(result, torch.Tensor) and result.numel() >= self.elements and not result._is_view():
+            self.large += 1
+        return result
+
+
+def test_a_step_costs_one_row_of_the_band_each_way():
+    """Operations on whole [B, S, S] matrices do not grow with T, products of a row with the band are two a step."""
+    counted = []
+    for steps in (5, 25):
+        match, links = random_scores(np.random.default_rng(8), 2, steps, 40, 1.0)
+        lengths = torch.full((2,), steps), torch.full((2,), 40)
+        with Work(2 * 40 * 40) as work:
+            log_likelihood(match.requires_grad_(), links.requires_grad_(), *lengths).sum().backward()
+        assert work.products == 2 * (steps - 1) + 1
+        counted.append(work.large)
+    assert counted[0] == counted[1] < 25
 
 
 def test_sampled_paths_come_as_often_as_they_are_probable():

@@ -182,8 +182,7 @@ class PretrainingModel(PreTrainedModel):
             self.objective = dataclasses.replace(self.objective, state_positions=chosen)
             config.objective = self.objective.to_dict()
         if chosen == "rotary":
-            previous = self.encoder
-            agreed = self._is_loaded or rotary.agrees(previous)
+            agreed = self._is_loaded or rotary.agrees(self.encoder)
             rotary.install(self.encoder)
             if not agreed:
                 raise UserError(
@@ -215,6 +214,7 @@ class PretrainingModel(PreTrainedModel):
                 f"choose a multiple of {heads}."
             )
         carried = self.objective.decoder_masked_input == "carry"
+        k = self.objective.decoder_states
         return Decoder(
             size=size,
             encoder_size=width,
@@ -222,7 +222,7 @@ class PretrainingModel(PreTrainedModel):
             heads=heads,
             layers=self.objective.decoder_layers,
             max_length=config.max_length,
-            states=0 if self.objective.state_positions in ("auto", "none") else self.objective.decoder_states,
+            states=k if k > 1 and self.objective.state_positions != "none" else 0,
         )
 
     def _check_lengths(self, config: PretrainingConfig) -> None:

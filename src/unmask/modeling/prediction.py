@@ -43,7 +43,7 @@ def predict(model: PretrainingModel, **batch: Tensor) -> Iterator[tuple[Tensor, 
 
 @torch.no_grad()
 def predict_jointly(model: PretrainingModel, **batch: Tensor) -> Tensor:
-    """Ids [B, m] of the most probable filling of all masked positions together.
+    """Ids [B, m] of the most probable filling of all masked positions together (anything where padded).
 
     With one state, the argmax at each; with k, the tokens along the best path, each vertex on it emitting its best.
     """
@@ -55,9 +55,8 @@ def predict_jointly(model: PretrainingModel, **batch: Tensor) -> Tensor:
     scores, tokens = (torch.stack(part) for part in zip(*best, strict=True))
     ends = int(vertices.silent_ends)
     match = vertices.match(scores[:, None, :].expand(-1, batch["masked_positions"].shape[1], -1))
-    t = torch.arange(match.shape[1], device=match.device)
-    silent = ((t == 0) | (t >= vertices.targets[:, None] - 1)) & bool(ends)
-    emits = best_path(match.masked_fill(silent[:, :, None], 0.0), links, vertices.targets, vertices.lengths)
+    # A shorter sequence's last anchor has a score here, but every path ends there, so that no path gains by it.
+    emits = best_path(match, links, vertices.targets, vertices.lengths)
     target = vertices.emitting(emits) - ends
     on_path = (target >= 0) & (target < (vertices.targets - 2 * ends)[:, None])
     rows, places = on_path.nonzero(as_tuple=True)

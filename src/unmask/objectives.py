@@ -8,6 +8,7 @@ Every objective and every ablation is one setting of the fields below; nothing e
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,7 +233,10 @@ def _convert(field: str, value: Any) -> Any:
         if isinstance(default, bool):
             return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
         kind: Any = int if default is None else type(default)
-        return kind(value)
+        number = kind(value)
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError
+        return number
     except (TypeError, ValueError, KeyError):
         expected, example = {
             tuple: ("three numbers", default),

@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 # The four objectives on the same English, the same steps, side by side. Needs no network.
 demo: $(READY)
 	$(BIN)/unmask compare mlm mae-lm exlm mae-exlm --output_dir runs/demo --overwrite --num_hidden_layers 2 --max_length 64 \
-		--vocab_size 4096 --eval_fraction 0.03 --eval_steps 0.25 --save_steps 0.5 --max_steps 800
+		--vocab_size 4096 --eval_fraction 0.03 --eval_steps 0.25 --save_steps 0.5 --max_steps 600
 
 test: lint
 	$(BIN)/python -m pytest

@@ -29,7 +29,7 @@ from transformers.utils import ModelOutput
 
 from unmask.alignment import log_likelihood
 from unmask.errors import UserError
-from unmask.modeling import rotary
+from unmask.modeling import relative, rotary
 from unmask.modeling.decoder import Decoder, gather_rows
 from unmask.modeling.head import Head
 from unmask.modeling.positions import encode, max_positions, position_offset, probe
@@ -95,6 +95,7 @@ class PretrainingModel(PreTrainedModel):
         if stock is None:
             stock = self._new_stock(config)
         self.encoder: PreTrainedModel = stock.base_model
+        relative.install(self.encoder)
         self.state_embeddings: torch.nn.Embedding | None = None
         self._tell_states_apart(config)
         self.head = Head(config.encoder, None if stock is self.encoder else stock, self.token_table)

@@ -38,9 +38,9 @@ ENCODER_LAYER = {
     },
 }
 DECODER_LAYER = {
-    "self_attn.q_proj": "query",
-    "self_attn.out_proj": "out",
-    "self_attn_layer_norm": "attention_norm",
+    "self_attn.q_proj": "attentions.0.query",
+    "self_attn.out_proj": "attentions.0.out",
+    "self_attn_layer_norm": "attentions.0.norm",
     "fc1": "up",
     "fc2": "down",
     "final_layer_norm": "norm",
@@ -78,7 +78,7 @@ def renamed(golden: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tenso
             theirs = f"{decoder}layers.{layer}."
             for name, ours in DECODER_LAYER.items():
                 state[f"decoder.layers.{layer}.{ours}.{part}"] = golden[f"{theirs}{name}.{part}"]
-            state[f"decoder.layers.{layer}.key_value.{part}"] = torch.cat(
+            state[f"decoder.layers.{layer}.attentions.0.key_value.{part}"] = torch.cat(
                 [golden[f"{theirs}self_attn.{p}_proj.{part}"] for p in "kv"]
             )
     return state

@@ -17,6 +17,8 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import (
 )
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
+from unmask.errors import UserError
+
 
 class _MPNet(MPNetEncoder):
     """One table of biases [buckets, heads] for all layers (MAE-LM's encoder), by the distance of original positions."""
@@ -78,11 +80,24 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def install(encoder: PreTrainedModel) -> None:
-    """Makes an encoder take relative positions from `at`; others are left alone."""
+def install(encoder: PreTrainedModel, keep: bool = True) -> None:
+    """Makes an encoder take relative positions from `at`; others are left alone.
+
+    keep=False leaves MPNet's bias out (an ablation of MAE-LM): its table is zero and stays so. `UserError` for others.
+    """
     for module in encoder.modules():
         if type(module) in REPLACEMENTS:
             module.__class__ = REPLACEMENTS[type(module)]
+    if keep:
+        return
+    inner = getattr(encoder, "encoder", None)
+    if not isinstance(inner, _MPNet):
+        raise UserError(
+            f"relative_positions=false leaves out a relative position bias, and {type(encoder).__name__} has none that "
+            "can be left out: use it with MPNet."
+        )
+    nn.init.zeros_(inner.relative_attention_bias.weight)
+    inner.relative_attention_bias.weight.requires_grad_(False)
 
 
 def at(encoder: PreTrainedModel, positions: Tensor) -> None:

@@ -12,7 +12,7 @@ import yaml
 from transformers import TrainingArguments
 
 from unmask.errors import UserError, nearest
-from unmask.objectives import FIELDS, OBJECTIVES
+from unmask.objectives import FIELDS
 
 PRESETS: dict[str, dict[str, Any]] = {
     # model ------------------------------------------------------------------- | data and optimisation
@@ -46,7 +46,9 @@ def _flag(default: Any, help: str) -> Any:
 class RunArguments:
     """What is trained on what."""
 
-    objective: str = _flag("mlm", f"The pretraining objective: {', '.join(OBJECTIVES)}.")
+    objective: str = _flag(
+        "mlm", "The pretraining objective, one of `unmask objectives`: mlm, mae-lm, exlm, mae-exlm, ..."
+    )
     set: list[str] = field(
         default_factory=list,
         metadata={"help": "Fields of the objective to change, as in --set mask_ratio=0.3 mask_unit=word."},

@@ -101,7 +101,11 @@ def _compare(argv: list[str]) -> None:
 def _tokenizer(argv: list[str]) -> None:
     parser = _Parser(prog="unmask tokenizer", description="Train a tokenizer on a corpus.")
     parser.add_argument("--data", nargs="+", required=True, help="Corpus, as for `unmask pretrain`.")
-    parser.add_argument("--kind", default="bpe", help="bpe, wordpiece, unigram, char or smiles. Default: bpe.")
+    parser.add_argument(
+        "--kind",
+        default="bpe",
+        help="bpe, wordpiece, unigram, char, smiles, residue, 6-mer or 6-mer-overlapping (2 to 8). Default: bpe.",
+    )
     parser.add_argument("--vocab_size", type=int, default=8192, help="Tokens, special ones included. Default: 8192.")
     parser.add_argument("--output_dir", type=Path, required=True, help="Where the tokenizer is saved.")
     parser.add_argument("--lowercase", action="store_true", help="Lower-case all text.")

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.masking import MaskedBatches, masked_example
+from unmask.data.tokenizers import prepared
 from unmask.errors import UserError
 from unmask.modeling.prediction import predict, predict_jointly
 from unmask.modeling.pretraining import PretrainingModel
@@ -21,7 +22,7 @@ class Filling(NamedTuple):
 
 def masked_batch(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, torch.Tensor]:
     """A text with [MASK]s as a masked batch of one sequence, without labels. Raises `UserError` if it cannot be one."""
-    ids = np.array(tokenizer(text)["input_ids"])
+    ids = np.array(tokenizer(prepared(tokenizer, text))["input_ids"])
     masked = np.flatnonzero(ids == tokenizer.mask_token_id)
     if not len(masked):
         raise UserError(

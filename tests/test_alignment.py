@@ -186,14 +186,31 @@ def test_padding_is_ignored_whatever_it_holds():
     assert xi.isfinite().all()
 
 
+def test_what_is_no_gradient_has_none_and_nan_has_no_path():
+    match, links = random_scores(np.random.default_rng(9), 1, 3, 5, 1.0)
+    lengths = torch.tensor([3]), torch.tensor([5])
+    assert not path_entropy(match.requires_grad_(), links, *lengths).requires_grad
+    assert not posteriors(match, links, *lengths)[0].requires_grad
+    match = match.detach()
+    match[0, 1, :] = float("nan")
+    assert log_likelihood(match, links, *lengths).isnan()
+    with pytest.raises(ValueError, match="hold NaN"):
+        best_path(match, links, *lengths)
+    with pytest.raises(ValueError, match="hold NaN"):
+        sample_paths(match, links, *lengths, 2)
+
+
 def test_lengths_that_do_not_fit_are_refused():
     match, links = random_scores(np.random.default_rng(6), 1, 3, 5, 1.0)
     with pytest.raises(ValueError, match="target_length"):
         log_likelihood(match, links, torch.tensor([4]), torch.tensor([5]))
     with pytest.raises(ValueError, match="No path"):
         log_likelihood(match, links, torch.tensor([3]), torch.tensor([2]))
-    with pytest.raises(ValueError, match="links is"):
-        log_likelihood(match, links[:, :4], torch.tensor([3]), torch.tensor([5]))
+    for wrong in ((match, links[:, :4]), (match.transpose(1, 2), links), (match[0], links[0])):
+        with pytest.raises(ValueError, match=r"must be \[B, T, S\] and \[B, S, S\]"):
+            log_likelihood(*wrong, torch.tensor([3]), torch.tensor([5]))
+    with pytest.raises(ValueError, match=r"must be \[B\], with B = 1"):
+        log_likelihood(match, links, torch.tensor([3, 3]), torch.tensor([5]))
 
 
 class Work(TorchDispatchMode):

@@ -12,6 +12,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenize
 from unmask.cli import main
 from unmask.data.tokenizers import train_tokenizer
 
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
@@ -94,6 +95,9 @@ CASES = {
     "a field as a flag": ({"mask_ratio": "0.2"}, "--set mask_ratio="),
     "unknown flag": ({"learning_rat": "0.2"}, "did you mean 'learning_rate'"),
     "mask_ratio": ({"set": "mask_ratio=1.5"}, "strictly between 0 and 1"),
+    "no steps": ({"max_steps": 0}, "max_steps is 0"),
+    "no batch": ({"per_device_train_batch_size": 0}, "must be at least 1"),
+    "heads": ({"hidden_size": 33}, "choose a multiple of 2"),
     "one state": ({"objective": "exlm", "set": "encoder_states=1"}, "k must be 2 or more"),
     "2-D positions without rotary ones": (
         {"objective": "exlm", "model_type": "bert", "set": "state_positions=rotary"},
@@ -105,7 +109,7 @@ CASES = {
     "an encoder that fails the probe": ({"model_type": "fnet"}, "FNetModel"),
     "no number": ({"max_steps": "many"}, "invalid int value"),
     "no tokenizer": ({"tokenizer": "nowhere/tok"}, "nowhere/tok"),
-    "no encoder": ({"encoder": "nowhere/encoder", "tokenizer": None}, "nowhere/encoder"),
+    "no encoder": ({"encoder": "nowhere/encoder", "tokenizer": None, **dict.fromkeys(SIZES)}, "nowhere/encoder"),
     "no checkpoint": ({"resume_from_checkpoint": "nowhere/run"}, "nowhere/run"),
     "too short": ({"max_length": "4"}, "at least 8 tokens"),
 }
@@ -177,11 +181,44 @@ def test_a_tokenizer_without_boundary_tokens(base, tmp_path, capsys):
 
 def test_a_checkpoint_whose_vocabulary_or_length_does_not_fit(base, tmp_path, capsys):
     AutoModelForMaskedLM.from_config(encoder_config("bert")).save_pretrained(tmp_path / "bert")
+    base = {name: value for name, value in base.items() if name not in SIZES}
     refused(["pretrain", *flags({**base, "encoder": tmp_path / "bert"})], "tokenizer has 300 tokens", capsys)
     big = encoder_config("bert", vocab_size=300)
     AutoModelForMaskedLM.from_config(big).save_pretrained(tmp_path / "big")
     refused(["pretrain", *flags({**base, "encoder": tmp_path / "big", "max_length": 131})], "positions for 130", capsys)
     assert not (tmp_path / "run").exists()
+
+
+def test_continuing_from_what_is_no_encoder_is_refused_with_the_right_folder(base, tmp_path, capsys):
+    assert main(["pretrain", *flags(base)]) == 0
+    more = {k: v for k, v in {**base, "output_dir": tmp_path / "more"}.items() if k not in SIZES}
+    refused(["pretrain", *flags({**more, "encoder": tmp_path / "run"})], f"is '{tmp_path / 'run' / 'encoder'}'", capsys)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    refused(["pretrain", *flags({**more, "encoder": checkpoint})], "is a checkpoint of a pretraining run", capsys)
+    encoder = tmp_path / "run" / "encoder"
+    refused(["pretrain", *flags({**base, "output_dir": tmp_path / "more", "encoder": encoder})], "leave it out", capsys)
+    refused(["fill", str(encoder), "a [MASK]"], "is a stock checkpoint, without the decoder and the head", capsys)
+    assert not (tmp_path / "more").exists()
+
+
+def test_a_finished_run_is_not_trained_on(base, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["pretrain", *flags(base)]) == 0
+    before = json.loads((run / "metrics.json").read_text())
+    assert main(["pretrain", *flags(base), "--resume_from_checkpoint"]) == 0
+    assert "is finished: to train on, raise --max_steps" in capsys.readouterr().err
+    assert json.loads((run / "metrics.json").read_text()) == before
+    (run / "metrics.json").unlink()  # as if it had been stopped before its results were written
+    assert main(["pretrain", *flags(base), "--resume_from_checkpoint"]) == 0
+    after = json.loads((run / "metrics.json").read_text())
+    assert after == before | {"tokens_per_second": None}
+    assert not (run / "checkpoint-3").exists()
+
+
+def test_diverged_training_fails(base, tmp_path, capsys):
+    values = {**base, "learning_rate": 1e30, "max_steps": 6, "logging_steps": 1, "eval_strategy": "no"}
+    refused(["pretrain", *flags(values)], "training has diverged", capsys)
+    assert not (tmp_path / "run" / "encoder").exists()
 
 
 def test_an_output_folder_that_holds_a_run(base, capsys):

@@ -70,6 +70,7 @@ def test_round_trip_through_plain_values(name):
         ("exlm", {"transitions": "sparse", "max_jump": 3}, "below the 4 states of a masked position no path"),
         ("exlm", {"transitions": "sparse", "max_jump": "many"}, "expected a whole number"),
         ("exlm", {"transition_prior": -1}, "cannot be negative"),
+        ("exlm", {"transition_prior": "nan"}, "cannot be read: expected float"),
         ("exlm", {"expand_anchors": "perhaps"}, "expected true or false"),
         ("mae-exlm", {"expand_anchors": True}, "has no decoder"),
         (

@@ -125,10 +125,15 @@ def test_the_config_runs_the_same_run_again(objective, field, settings, tmp_path
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def _unsized(settings):
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    return {name: value for name, value in settings.items() if name not in sizes}
+
+
 def test_continuing_from_an_exported_encoder(settings, tmp_path):
     pretrain(**settings, max_steps=30, learning_rate=5e-3)
     encoder = str(tmp_path / "run" / "encoder")
-    more = {**settings, "encoder": encoder, "output_dir": str(tmp_path / "more"), "tokenizer": None}
+    more = {**_unsized(settings), "encoder": encoder, "output_dir": str(tmp_path / "more"), "tokenizer": None}
     metrics = pretrain(**more, max_steps=1, learning_rate=0.0, save_strategy="no")
     before = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["eval_token_loss"] == pytest.approx(before["eval_token_loss"], abs=1e-5)
@@ -142,8 +147,9 @@ def test_an_exlm_run_is_resumed_and_its_export_continued(settings, tmp_path):
     resumed = {**settings, "output_dir": str(halfway), "objective": "exlm", "max_steps": 6, "save_steps": 2}
     metrics = pretrain(**resumed, resume_from_checkpoint="latest")
     assert metrics["eval_loss"] == whole["eval_loss"]
-    more = {**settings, "encoder": str(halfway / "encoder"), "output_dir": str(tmp_path / "more"), "tokenizer": None}
-    pretrain(**more, objective="exlm", max_steps=1)
+    more = {**_unsized(settings), "encoder": str(halfway / "encoder"), "output_dir": str(tmp_path / "more")}
+    metrics = pretrain(**more, objective="exlm", max_steps=1, learning_rate=0.0)
+    assert metrics["eval_token_loss"] < metrics["unigram_loss"] + 0.3, "a new head starts at the tokens' frequencies"
     config = json.loads((newest_complete(tmp_path / "more") / "config.json").read_text())
     assert config["objective"]["state_positions"] == "rotary"
 

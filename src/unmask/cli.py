@@ -169,9 +169,9 @@ def _fill(argv: list[str]) -> None:
         console.print(f"[bold]{escape(tokenizer.mask_token)} {number}[/bold]")
         for token, probability in candidates:
             console.print(f"  {probability:7.2%}  {'█' * round(30 * probability):<1} {escape(token)}")
-    if model.objective.states > 1:
+    if model.objective.states > 1 and args.text.count(tokenizer.mask_token) > 1:
         together = fill_jointly(model, tokenizer, args.text)
-        console.print(f"[bold]best together[/bold]  {escape(' · '.join(together))}")
+        console.print(f"[bold]best together[/bold]  {escape(' · '.join(together))}", soft_wrap=True)
 
 
 def _export(argv: list[str]) -> None:

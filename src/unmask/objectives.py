@@ -8,6 +8,7 @@ Every objective and every ablation is one setting of the fields below; nothing e
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -344,9 +345,13 @@ def _convert(field: str, value: Any) -> Any:
             return tuple(float(part) for part in parts)
         if isinstance(default, bool):
             return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+        kind = type(default)
         if default is None:
-            return float(value) if "float" in str(FIELDS[field].type) else int(value)
-        return type(default)(value)
+            kind = float if "float" in str(FIELDS[field].type) else int
+        number = kind(value)
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError
+        return number
     except (TypeError, ValueError, KeyError):
         expected, example = {
             tuple: ("three numbers", default),

@@ -28,16 +28,22 @@ LEAST_SAFE = 1e-280  # products above it lost at most S x 1e-308 / 1e-280 of the
 
 
 def log_likelihood(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> Tensor:
-    """log Z [B] in nats, differentiable (once) in match and links by forward-backward."""
+    """log Z [B] in nats, differentiable (once) in match and links by forward-backward.
+
+    match [B, T, S]: log-score of vertex u emitting target t; links [B, S, S]: log-score of going from w to u; lengths
+    [B]. The first and the last vertex of a sequence emit its first and its last target.
+    """
     return _LogLikelihood.apply(match, links, target_length, state_length)
 
 
+@torch.no_grad()
 def posteriors(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> tuple[Tensor, Tensor]:
     """(γ [B, T, S], Σ_t ξ_t [B, S, S]): the probability that u emits target t, and how often w -> u is used."""
     passed = _forward_backward(match, links, target_length, state_length)
     return passed.occupancy, passed.link_use
 
 
+@torch.no_grad()
 def path_entropy(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> Tensor:
     """Entropy [B], in nats, of the distribution over paths given the targets: log Z - Σ γ·match - Σ ξ·links."""
     passed = _forward_backward(match, links, target_length, state_length)
@@ -56,7 +62,9 @@ def best_path(match: Tensor, links: Tensor, target_length: Tensor, state_length:
         best, origin = (score[:, :, None] + links).max(dim=1)
         score = torch.where((t < target_length)[:, None], match[:, t] + best, score)
         came_from.append(origin)
-    _refuse_no_path(score.gather(1, state_length[:, None] - 1)[:, 0] == NEGATIVE_INFINITY)
+    score = score.gather(1, state_length[:, None] - 1)[:, 0]
+    _refuse_nan(score)
+    _refuse_no_path(score == NEGATIVE_INFINITY)
     emits = torch.full((batch, vertices), -1, device=match.device)
     vertex = state_length - 1
     for t in reversed(range(steps)):
@@ -85,6 +93,7 @@ def sample_paths(
     match, links = _log_potentials(match, links, target_length, state_length)
     alpha = _log_forward(match, links, target_length)
     log_z = _last(alpha, target_length, state_length)
+    _refuse_nan(log_z)
     _refuse_no_path(log_z == NEGATIVE_INFINITY)
     batch, steps, vertices = match.shape
     emits = torch.full((batch, count, vertices), -1, device=match.device)
@@ -147,11 +156,20 @@ def _refuse_no_path(stuck: Tensor) -> None:
         raise ValueError(f"No path of allowed links and finite matches goes through sequence {numbers} of the batch.")
 
 
+def _refuse_nan(score: Tensor) -> None:
+    if score.isnan().any():
+        raise ValueError("match or links hold NaN, so there is no best path and no distribution to draw from.")
+
+
 def _log_potentials(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> tuple[Tensor, Tensor]:
     """match and links in float64, -inf wherever no path can be."""
+    if match.dim() != 3 or links.shape != (len(match), match.shape[2], match.shape[2]):
+        raise ValueError(
+            f"match is {tuple(match.shape)} and links is {tuple(links.shape)}: they must be [B, T, S] and [B, S, S]."
+        )
     batch, steps, vertices = match.shape
-    if links.shape != (batch, vertices, vertices):
-        raise ValueError(f"links is {tuple(links.shape)}, but match {tuple(match.shape)} needs [B, S, S].")
+    if target_length.shape != (batch,) or state_length.shape != (batch,):
+        raise ValueError(f"target_length and state_length must be [B], with B = {batch} as match has it.")
     if target_length.max() > steps or state_length.max() > vertices or target_length.min() < 1:
         raise ValueError("target_length must lie in 1 ... T and state_length in 1 ... S.")
     _refuse_no_path(state_length < target_length)

@@ -202,8 +202,8 @@ def _table_reader(table: datasets.Dataset, text_column: str | None, name: str) -
     column = text_column or ("text" if "text" in text else text[0] if len(text) == 1 else None)
     if column is None:
         raise UserError(
-            f"{name} has no text column of its own accord: its columns are {', '.join(columns)}; "
-            "name the one to read as text_column"
+            f"{name} has several columns or none that could be the text ({', '.join(columns)}): name the one to read "
+            "as text_column"
         )
 
     def read(skipped: Counter[str]) -> Iterator[str]:

@@ -201,7 +201,9 @@ def _write(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
             progress.update(len(ids))
     if not position:
         reasons = ", ".join(corpus.skipped + skipped) or "no documents at all"
-        raise UserError(f"{corpus.name} is empty ({reasons}): check the files and their text column")
+        raise UserError(
+            f"{corpus.name} is empty ({reasons}): check the files, which must be UTF-8, and their text column"
+        )
     np.save(folder / "bounds.npy", np.concatenate(bounds))
     skipped = +skipped  # without the zeros
     report_skipped(corpus.name, skipped)  # the corpus has reported its own

@@ -92,6 +92,7 @@ class PretrainingModel(PreTrainedModel):
     def __init__(self, config: PretrainingConfig, stock: PreTrainedModel | None = None) -> None:
         """stock: the encoder, with or without an MLM head, to continue from; None: a new one from `config.encoder`."""
         super().__init__(config)
+        self.has_new_head = stock is None
         self.objective: Objective = objective_from_dict(config.objective or {})
         if stock is None:
             stock = self._new_stock(config)
@@ -129,10 +130,21 @@ class PretrainingModel(PreTrainedModel):
         """
         try:
             config = AutoConfig.from_pretrained(encoder, trust_remote_code=trust_remote_code)
+            if isinstance(config, PretrainingConfig):
+                raise UserError(
+                    f"'{encoder}' is a checkpoint of a pretraining run: continue from the stock encoder of that run, "
+                    "in the folder encoder beside it, or resume the run."
+                )
             auto = AutoModelForMaskedLM if type(config) in MODEL_FOR_MASKED_LM_MAPPING else AutoModel
-            stock = auto.from_pretrained(
-                encoder, trust_remote_code=trust_remote_code, use_safetensors=True, dtype=torch.float32
+            stock, info = auto.from_pretrained(
+                encoder,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
             )
+        except UserError:
+            raise
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
@@ -151,7 +163,12 @@ class PretrainingModel(PreTrainedModel):
             mask_token_id=mask_token_id,
             blank_token_id=blank_token_id,
         )
-        return cls(config, stock=stock)
+        model = cls(config, stock=stock)
+        prefix = f"{stock.base_model_prefix}."
+        model.has_new_head = stock is stock.base_model or any(
+            not name.startswith(prefix) for name in info["missing_keys"]
+        )
+        return model
 
     @property
     def token_table(self) -> torch.nn.Embedding:

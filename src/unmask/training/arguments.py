@@ -35,7 +35,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Sizes by name: tiny for a laptop, small as BERT-small, base as BERT-base, large as BERT-large."""
 
-MODEL_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_length")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+MODEL_FIELDS = (*SIZES, "vocab_size", "max_length")
 
 
 def _flag(default: Any, help: str) -> Any:
@@ -93,8 +94,17 @@ class RunArguments:
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"eval_fraction is {self.eval_fraction}, but must lie in [0, 1), for example 0.01.")
         for name in MODEL_FIELDS:
-            if getattr(self, name) is None:
+            if self.encoder is not None and name in SIZES:
+                if getattr(self, name) is not None:
+                    raise UserError(
+                        f"{name} is the size of a new encoder, but '{self.encoder}' has its own: leave it out."
+                    )
+            elif getattr(self, name) is None:
                 setattr(self, name, PRESETS[self.preset][name])
+        if self.encoder is not None and self.config_overrides:
+            raise UserError(
+                f"config_overrides are for a new encoder, but '{self.encoder}' has its own: leave them out."
+            )
         if self.max_length is not None and self.max_length < 8:
             raise UserError(f"max_length is {self.max_length}, but a sequence needs at least 8 tokens.")
 
@@ -118,6 +128,7 @@ class PretrainingArguments(TrainingArguments):
     save_steps: float = _flag(0.1, "Save every so many steps (below 1: share of the steps).")
     save_total_limit: int | None = _flag(2, "Checkpoints to keep.")
     bf16: bool | None = _flag(None, "bfloat16 autocast. Default: where the hardware computes in it.")
+    logging_nan_inf_filter: bool = _flag(False, "Leave losses that are not finite out of what is logged.")
     disable_tqdm: bool | None = _flag(False, "No progress bars.")
     report_to: None | str | list[str] = _flag("tensorboard", "Where curves are logged.")
     resume_from_checkpoint: str | None = _flag(
@@ -186,6 +197,11 @@ def build_arguments(values: dict[str, Any]) -> tuple[RunArguments, PretrainingAr
     training = {k: v for k, v in values.items() if k in training_names}
     if not training.get("output_dir"):
         raise UserError("No output_dir is given: say where the run goes, for example --output_dir runs/mine.")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if training.get(name, 1) < 1:
+            raise UserError(f"{name} is {training[name]}, but must be at least 1.")
+    if training.get("max_steps") == 0:
+        raise UserError("max_steps is 0: give the steps to train, or leave it out to train for num_train_epochs.")
     try:
         return run, PretrainingArguments(**{**preset, **training})
     except (ValueError, TypeError, ImportError) as error:

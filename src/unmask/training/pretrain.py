@@ -43,11 +43,17 @@ def pretrain(**values: Any) -> dict[str, Any]:
     Returns what `metrics.json` of the run folder holds; losses in nats per target token. Raises `UserError`.
     """
     run, args = build_arguments(values)
+    if run.encoder is not None and Path(run.encoder, "config.yaml").is_file():
+        raise UserError(f"'{run.encoder}' is a run's folder: its encoder is '{Path(run.encoder, 'encoder')}'.")
     objective = get_objective(run.objective, **parse_pairs(run.set, "--set"))
     output = Path(args.output_dir or "")
     checkpoint = _checkpoint_to_resume(output, args)
     if checkpoint is None and not args.resume_from_checkpoint:
         _refuse_occupied(output, run.overwrite)
+    finished = checkpoint is not None and 0 < args.max_steps <= _step_of(checkpoint)
+    if finished and (output / "metrics.json").is_file() and (output / "encoder").is_dir():
+        logger.warning("%s is finished: to train on, raise --max_steps.", output)
+        return json.loads((output / "metrics.json").read_text(encoding="utf-8"))
     set_seed(args.seed)
 
     tokenizer, train_tokens, eval_tokens = _open_data(run, objective.aligned)
@@ -56,7 +62,9 @@ def pretrain(**values: Any) -> dict[str, Any]:
     model = _new_model(run, objective, tokenizer)
     if checkpoint is not None:
         _refuse_other_model(checkpoint, model)
-    elif run.encoder is None:
+    elif model.has_new_head:
+        if run.encoder is not None:
+            logger.warning("'%s' holds no MLM head: a new one is trained.", run.encoder)
         model.head.start_at(_log_frequencies(train_tokens, len(tokenizer)))
     if eval_rows is None:
         args.eval_strategy = "no"
@@ -68,7 +76,10 @@ def pretrain(**values: Any) -> dict[str, Any]:
             _clear(output)
         output.mkdir(parents=True, exist_ok=True)
         _write(output / "config.yaml", yaml.safe_dump(recipe, sort_keys=False))
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if finished:  # but stopped before its results were written
+        trainer.restore(str(checkpoint))
+    else:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not trainer.args.should_save:
         return {}
     if newest_complete(output) is None:  # save_strategy=no
@@ -102,6 +113,10 @@ def _checkpoint_to_resume(output: Path, args: PretrainingArguments) -> Path | No
     if found is None:
         logger.warning("%s holds no complete checkpoint yet: training starts from the beginning.", output)
     return found
+
+
+def _step_of(checkpoint: Path) -> int:
+    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
 
 
 def _refuse_other_model(checkpoint: Path, model: PretrainingModel) -> None:
@@ -235,6 +250,11 @@ def new_encoder_config(run: RunArguments, tokenizer: PreTrainedTokenizerBase) ->
     assert run.max_length is not None
     start, end = boundaries(tokenizer)
     assert run.num_attention_heads is not None
+    if run.hidden_size % run.num_attention_heads:
+        raise UserError(
+            f"hidden_size={run.hidden_size} does not divide among {run.num_attention_heads} attention heads: choose a "
+            f"multiple of {run.num_attention_heads}."
+        )
     rope = {"rope_type": "default", "rope_theta": rotary_base(run.hidden_size // run.num_attention_heads)}
     values: dict[str, Any] = {
         "vocab_size": len(tokenizer),

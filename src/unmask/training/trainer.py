@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer
+from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainerState
 
 from unmask.data.masking import EpochSampler, MaskedBatches, MaskedRows, SequenceRows, Vocabulary
 from unmask.errors import UserError
@@ -63,6 +64,7 @@ class PretrainingTrainer(Trainer):
         self._idle_seconds = 0.0
         self._last_log: tuple[float, int] | None = None  # seconds, tokens
         self._saving_to: str | None = None
+        self.tokens_per_second: float | None = None
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -102,6 +104,13 @@ class PretrainingTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in transformers, with the corpus tokens per second since the last log of the training loss."""
+        for name in ("loss", "eval_loss"):
+            if not math.isfinite(logs.get(name, 0.0)):
+                raise UserError(
+                    f"{name} is {logs[name]} at step {self.state.global_step}: training has diverged; lower "
+                    f"learning_rate ({self.args.learning_rate:g}) or max_grad_norm, and start again or from an earlier "
+                    "checkpoint."
+                )
         if "loss" in logs:
             now, tokens = time.perf_counter() - self._idle_seconds, self.state.num_input_tokens_seen
             if self._last_log is not None:
@@ -116,6 +125,12 @@ class PretrainingTrainer(Trainer):
         tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
         self.tokens_per_second = tokens / (time.perf_counter() - start - self._idle_seconds)
         return output
+
+    def restore(self, checkpoint: str) -> None:
+        """Weights and state of a checkpoint, without training on."""
+        self._load_from_checkpoint(checkpoint)
+        self.state = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json")))
+        self.tokens_per_second = None
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -205,6 +220,11 @@ def find_checkpoint(run: Path) -> Path:
         if not is_complete(run):
             raise UserError(f"The checkpoint '{run}' is damaged: choose an older one.")
         return run
+    if (run / "config.json").is_file():
+        raise UserError(
+            f"'{run}' is a stock checkpoint, without the decoder and the head that predict: give the output_dir of the "
+            "`unmask pretrain` run that it came from."
+        )
     found = newest_complete(run) if run.is_dir() else None
     if found is None:
         raise UserError(f"'{run}' holds no complete checkpoint: give the output_dir of an `unmask pretrain` run.")

@@ -68,7 +68,7 @@ def pretrain(**values: Any) -> dict[str, Any]:
         model.head.start_at(_log_frequencies(train_tokens, len(tokenizer)))
     if eval_rows is None:
         args.eval_strategy = "no"
-    recipe = to_recipe(run, args)  # before there is a trainer: it makes other arguments, which reset accelerate's state
+    recipe = to_recipe(run, args, values)
     trainer = PretrainingTrainer(model, args, train_rows, eval_rows, tokenizer)
     trainer.accelerator.wait_for_everyone()  # every process has looked at the folder before one writes to it
     if trainer.args.should_save:
@@ -80,14 +80,14 @@ def pretrain(**values: Any) -> dict[str, Any]:
         trainer.restore(str(checkpoint))
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if not trainer.args.should_save:
-        return {}
     if newest_complete(output) is None:  # save_strategy=no
         trainer._save_checkpoint(trainer.model, None)
-    metrics = _evaluate(trainer, run, train_tokens)
-    _write(output / "metrics.json", json.dumps(metrics, indent=2))
-    export(model, tokenizer, output / "encoder", training_facts(output))
-    _summary(metrics, output)
+    metrics = _evaluate(trainer, run, train_tokens)  # by all processes together
+    if trainer.args.should_save:
+        _write(output / "metrics.json", json.dumps(metrics, indent=2))
+        export(model, tokenizer, output / "encoder", training_facts(output))
+        _summary(metrics, output)
+    trainer.accelerator.wait_for_everyone()
     return metrics
 
 

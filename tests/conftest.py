@@ -11,13 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AlbertConfig,
     BertConfig,
+    CamembertConfig,
+    DebertaV2Config,
     ElectraConfig,
     EsmConfig,
+    EuroBertConfig,
     ModernBertConfig,
+    MPNetConfig,
+    NomicBertConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     RobertaConfig,
+    XLMRobertaConfig,
 )
 
 from unmask.data.tokenizers import train_tokenizer
@@ -76,7 +83,26 @@ def encoder_config(name: str, **changes: object) -> PreTrainedConfig:
         case "esm":
             rotary = {"position_embedding_type": "rotary", "token_dropout": False, "mask_token_id": 4}
             return EsmConfig(**(sizes | rotary | changes))
+        case "xlm-roberta":
+            return XLMRobertaConfig(**(sizes | ends | {"pad_token_id": 1} | changes))
+        case "camembert":
+            return CamembertConfig(**(sizes | ends | {"pad_token_id": 1} | changes))
+        case "mpnet":
+            return MPNetConfig(**(sizes | ends | {"pad_token_id": 1} | changes))
+        case "deberta-v2":  # no absolute positions; distances in 16 buckets
+            relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+            relative |= {"position_buckets": 16, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+            return DebertaV2Config(**(sizes | relative | changes))
+        case "albert":
+            return AlbertConfig(**(sizes | {"embedding_size": 16} | changes))
+        case "nomic_bert":
+            return NomicBertConfig(**(sizes | changes))
+        case "eurobert":
+            return EuroBertConfig(**(sizes | ends | {"num_key_value_heads": 4, "mask_token_id": 4} | changes))
     raise KeyError(name)
 
 
-FAMILIES = ["bert", "roberta", "electra", "modernbert", "esm"]
+FAMILIES = [
+    *("bert", "roberta", "xlm-roberta", "camembert", "electra", "albert", "mpnet", "deberta-v2"),
+    *("modernbert", "nomic_bert", "eurobert", "esm"),
+]

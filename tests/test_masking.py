@@ -141,15 +141,15 @@ def test_masks_depend_on_seed_epoch_and_row_alone(vocabulary):
     sequences = Sequences([block(vocabulary, 60, rng)] * 8)
     rows = MaskedRows(sequences, Objective(), vocabulary, seed=3)
     later = MaskedRows(sequences, Objective(), vocabulary, seed=3)
-    [later[(e, r)] for e in (4, 2) for r in (5, 1)]  # drawing others before changes nothing
+    [later[(e, r, 0)] for e in (4, 2) for r in (5, 1)]  # drawing others before changes nothing
     masks = {}
     for epoch in range(2):
         for row in range(8):
-            one, two = rows[(epoch, row)], later[(epoch, row)]
+            one, two = rows[(epoch, row, 0)], later[(epoch, row, 0)]
             assert all(np.array_equal(one[name], two[name]) for name in one)
             masks[epoch, row] = tuple(one["masked_positions"])
     assert len(set(masks.values())) == 16
-    assert tuple(MaskedRows(sequences, Objective(), vocabulary, 4)[(0, 0)]["masked_positions"]) != masks[0, 0]
+    assert tuple(MaskedRows(sequences, Objective(), vocabulary, 4)[(0, 0, 0)]["masked_positions"]) != masks[0, 0]
     assert tuple(rows[5]["masked_positions"]) == masks[0, 5]
 
 
@@ -157,7 +157,7 @@ def test_a_batch_holds_each_token_once_with_its_position(vocabulary):
     rng = np.random.default_rng(0)
     sequences = Sequences([block(vocabulary, n, rng) for n in (30, 12, 30, 7)])
     rows = MaskedRows(sequences, Objective(mask_ratio=0.3), vocabulary, 0)
-    batch = MaskedBatches(vocabulary.pad_id)([rows[(0, i)] for i in range(4)])
+    batch = MaskedBatches(vocabulary.pad_id)([rows[(0, i, 0)] for i in range(4)])
     for i in range(4):
         visible, masked = batch["visible_mask"][i], batch["masked_mask"][i]
         restored = torch.zeros(len(sequences[i]), dtype=torch.long)
@@ -173,7 +173,7 @@ def test_a_batch_holds_each_token_once_with_its_position(vocabulary):
 def test_full_blocks_are_rectangles_without_masks(vocabulary):
     rng = np.random.default_rng(0)
     rows = MaskedRows(Sequences([block(vocabulary, 62, rng) for _ in range(5)]), Objective(), vocabulary, 0)
-    batch = MaskedBatches(vocabulary.pad_id)([rows[(0, i)] for i in range(5)])
+    batch = MaskedBatches(vocabulary.pad_id)([rows[(0, i, 0)] for i in range(5)])
     assert "visible_mask" not in batch
     assert "masked_mask" not in batch
     assert batch["labels"].shape == (5, round(0.15 * 62))
@@ -185,18 +185,18 @@ def test_an_epoch_is_every_row_once(lengths, size, epoch):
     sampler = EpochSampler(np.array(lengths), size, seed=1)
     sampler.set_epoch(epoch)
     keys = list(sampler)
-    assert sorted(row for _, row in keys) == list(range(len(lengths)))
-    assert {e for e, _ in keys} == {epoch}
+    assert sorted(row for _, row, _ in keys) == list(range(len(lengths)))
+    assert {e for e, _, _ in keys} == {epoch}
     assert keys == list(sampler)
 
 
 def test_rows_of_like_length_share_a_batch():
     lengths = np.random.default_rng(0).integers(5, 80, 6400)
     sampler = EpochSampler(lengths, 32, seed=0)
-    order = np.array([row for _, row in sampler])
+    order = np.array([row for _, row, _ in sampler])
     batches = lengths[order].reshape(-1, 32)
     padding = 1 - batches.sum() / (batches.max(1) * 32).sum()
     assert padding < 0.05
     assert abs(np.corrcoef(np.arange(200), batches.mean(1))[0, 1]) < 0.3, "batches come in random order"
     sampler.set_epoch(1)
-    assert [row for _, row in sampler] != order.tolist()
+    assert [row for _, row, _ in sampler] != order.tolist()

@@ -13,7 +13,7 @@ import torch
 from conftest import FAMILIES, encoder_config
 from test_modeling import MASK, masked_batch, new_model, sequences
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel, EuroBertConfig, NomicBertConfig
+from transformers import AutoModel
 
 from unmask.alignment import log_likelihood, posteriors
 from unmask.data.masking import MaskedBatches, MaskedRows, Vocabulary, masked_example
@@ -23,40 +23,16 @@ from unmask.modeling import head, prediction, rotary
 from unmask.modeling.export import export, stock_model
 from unmask.modeling.positions import encode
 from unmask.modeling.prediction import predict, predict_jointly, score
-from unmask.modeling.pretraining import PretrainingConfig, PretrainingModel
+from unmask.modeling.pretraining import PretrainingModel
 from unmask.modeling.transitions import Transitions, _Mixture
 from unmask.modeling.vertices import Vertices, vertices_of
 from unmask.objectives import Objective, get_objective
 
-ROTARY = ["modernbert", "esm", "nomic", "eurobert"]
-
-
-def config_of(family: str):
-    sizes = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 64, "max_position_embeddings": 130, "pad_token_id": 0}
-    ends = {"bos_token_id": 2, "eos_token_id": 3}
-    match family:
-        case "nomic":
-            return NomicBertConfig(**sizes)
-        case "eurobert":
-            return EuroBertConfig(**sizes, **ends, num_key_value_heads=4, mask_token_id=MASK)
-    return encoder_config(family)
+ROTARY = ["modernbert", "esm", "nomic_bert", "eurobert"]
 
 
 def model_of(family: str, objective: str = "exlm", **fields) -> PretrainingModel:
-    if family in FAMILIES:
-        return new_model(family, get_objective(objective, **fields))
-    torch.manual_seed(0)
-    config = PretrainingConfig(
-        encoder=config_of(family),
-        objective=get_objective(objective, **fields).to_dict(),
-        max_length=64,
-        mask_token_id=MASK,
-    )
-    model = PretrainingModel(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1 and parameter.mean() > 0.5), std=0.15)
-    return model.eval()
+    return new_model(family, get_objective(objective, **fields))
 
 
 def batch_of(lengths: list[int], ratio: float = 0.2, pad: int = 0, expand_anchors: bool = False, seed: int = 0):
@@ -211,7 +187,7 @@ def test_real_tokens_turn_as_in_the_exported_encoder_and_states_do_not(family):
     half = module.head_size // 2
     position_part = torch.cat([torch.arange(half // 2), half + torch.arange(half // 2)])
     assert torch.equal(states[0][0, 1, position_part], plain[0][0, 1, position_part])
-    rope = config_of(family).to_dict().get("rope_parameters") or config_of(family).to_dict()
+    rope = encoder_config(family).to_dict().get("rope_parameters") or encoder_config(family).to_dict()
     theta = rope.get(kind, rope)["rope_theta"]
     assert module.bases[kind] == theta**2
     frequencies = theta ** (-2 * torch.arange(half // 2) / half)
@@ -305,7 +281,7 @@ print(type(model).__name__)
 
 @pytest.mark.parametrize(
     ("family", "objective"),
-    [*((f, "exlm") for f in [*FAMILIES, "nomic", "eurobert"]), ("modernbert", "mae-exlm"), ("bert", "mae-exlm")],
+    [*((f, "exlm") for f in FAMILIES), ("modernbert", "mae-exlm"), ("bert", "mae-exlm")],
 )
 def test_exported_encoder_in_a_process_without_unmask(family, objective, tokenizer, tmp_path):
     model = model_of(family, objective)

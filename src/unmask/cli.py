@@ -1,4 +1,4 @@
-"""The command line: unmask tokenizer | pretrain | compare | fill | export."""
+"""The command line: unmask objectives | tokenizer | pretrain | compare | fill | export."""
 
 import argparse
 import itertools
@@ -101,7 +101,11 @@ def _compare(argv: list[str]) -> None:
 def _tokenizer(argv: list[str]) -> None:
     parser = _Parser(prog="unmask tokenizer", description="Train a tokenizer on a corpus.")
     parser.add_argument("--data", nargs="+", required=True, help="Corpus, as for `unmask pretrain`.")
-    parser.add_argument("--kind", default="bpe", help="bpe, wordpiece, unigram, char or smiles. Default: bpe.")
+    parser.add_argument(
+        "--kind",
+        default="bpe",
+        help="bpe, wordpiece, unigram, char, smiles, residue, 6-mer or 6-mer-overlapping (2 to 8). Default: bpe.",
+    )
     parser.add_argument("--vocab_size", type=int, default=8192, help="Tokens, special ones included. Default: 8192.")
     parser.add_argument("--output_dir", type=Path, required=True, help="Where the tokenizer is saved.")
     parser.add_argument("--lowercase", action="store_true", help="Lower-case all text.")
@@ -117,6 +121,33 @@ def _tokenizer(argv: list[str]) -> None:
     tokenizer = train_tokenizer(corpus, args.kind, args.vocab_size, lowercase=args.lowercase)
     tokenizer.save_pretrained(args.output_dir)
     print(f"{args.kind} tokenizer with {len(tokenizer):,} tokens: {args.output_dir}")
+
+
+def _objectives(argv: list[str]) -> None:
+    parser = _Parser(prog="unmask objectives", description="The named objectives, or what one of them sets.")
+    parser.add_argument("name", nargs="?", help="Show every field of this one.")
+    args = parser.parse_args(argv)
+    from rich.console import Console
+    from rich.table import Table
+
+    from unmask.objectives import FIELDS, OBJECTIVES, fields_of, get_objective
+
+    console = Console(width=max(Console().width, 100), highlight=False)
+    if args.name is not None:
+        given, table = fields_of(args.name), Table("field", "value", "", title=args.name)
+        for field, value in get_objective(args.name).to_dict().items():
+            table.add_row(field, str(value), "set by it" if field in given else "default")
+        console.print(table, OBJECTIVES[args.name].description)
+        return
+    table = Table("--objective", "what", "differs from", "in")
+    for name, (description, parent, fields) in OBJECTIVES.items():
+        table.add_row(name, description, parent or "", " ".join(f"{f}={_plain(v)}" for f, v in fields.items()))
+    console.print(table)
+    console.print(f"--set field=value changes any of: {', '.join(FIELDS)}")
+
+
+def _plain(value: Any) -> str:
+    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value).lower()
 
 
 def _fill(argv: list[str]) -> None:
@@ -194,6 +225,7 @@ COMMANDS = {
     "tokenizer": (_tokenizer, "train a tokenizer on a corpus: BPE, WordPiece, Unigram, characters, SMILES atoms"),
     "pretrain": (_pretrain, "pretrain an encoder, new or from a checkpoint; a stock encoder comes out"),
     "compare": (_compare, "the same data and steps under several objectives, side by side"),
+    "objectives": (_objectives, "list the named objectives, and the fields that make each"),
     "fill": (_fill, "predict the [MASK]s of a text"),
     "export": (_export, "write a run's encoder as a stock transformers checkpoint"),
 }

@@ -1,4 +1,4 @@
-"""Open any source of documents: text files, JSONL, CSV, Parquet, Arrow, the Hub; compressed, globbed or in folders."""
+"""Open any source of documents: text, FASTA, JSONL, CSV, Parquet, Arrow, the Hub; compressed, globbed or in folders."""
 
 import csv
 import glob
@@ -27,10 +27,13 @@ FORMATS: dict[str, tuple[str, dict[str, object]]] = {
     ".tsv": ("csv", CSV | {"sep": "\t", "quoting": csv.QUOTE_NONE}),
     ".parquet": ("parquet", {}),
 }
+FASTA = (".fa", ".fasta", ".fna", ".ffn", ".faa", ".frn")
 COMPRESSED = (".gz", ".zst")
 SAMPLE_BY = ("auto", "line", "paragraph", "document")
 HEAD = 1 << 20  # bytes of a file that decide whether it is text and whether blank lines separate its documents
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+RECORD = 1 << 20  # letters of a FASTA record that are one document at most: a chromosome becomes several
+RESIDUES = re.compile(rb"[^A-Za-z*]")
 BLANK_LINE = re.compile(rb"\S[^\S\n]*\n[^\S\n]*\n\s*\S")
 
 Reader = Callable[[Counter[str]], Iterator[str]]  # yields documents, counts what it skips
@@ -78,7 +81,8 @@ def open_corpus(
 
     A table's text is its column `text_column`, else `text`, else its only string column. A text file's documents are
     its lines (`sample_by="line"`), its blocks between blank lines (`"paragraph"`) or the file (`"document"`);
-    `"auto"` takes paragraphs where the first megabyte has a blank line between text. Files may end in .gz or .zst.
+    `"auto"` takes paragraphs where the first megabyte has a blank line between text. A FASTA file's are its records, in
+    capitals, at most a million letters each. Files may end in .gz or .zst.
 
     Raises `UserError` for a source that does not exist or cannot be read and a table without that text column.
     """
@@ -152,6 +156,8 @@ def _open_path(path: Path, text_column: str | None, sample_by: str) -> Reader:
         elif suffix.lower() in FORMATS:
             builder, options = FORMATS[suffix.lower()]
             table = datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
+        elif suffix.lower() in FASTA:
+            return lambda skipped: _read_fasta(path, skipped)
         else:
             return lambda skipped: _read_text(path, sample_by, skipped)
     except UserError:
@@ -222,6 +228,40 @@ def _read_text(path: Path, sample_by: str, skipped: Counter[str]) -> Iterator[st
                     yield _decode(block)
                 except UnicodeDecodeError:
                     skipped[f"not valid UTF-8 in {path}"] += 1
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read ({_reason(error)}): check that the file is whole") from error
+
+
+def _read_fasta(path: Path, skipped: Counter[str]) -> Iterator[str]:
+    """The records of a FASTA file without their headers, in capitals: lower case marks repeats, not other residues.
+
+    Ambiguity codes (N, R, X, ...) and stops (*) are kept; gaps (-, .) and other signs are left out and counted.
+    """
+    letters: list[bytes] = []
+    length, seen = 0, False
+    try:
+        with _open_bytes(path) as stream:
+            for number, line in enumerate(stream, start=1):
+                line = line.strip()
+                if line[:1] in (b">", b";"):
+                    if letters:
+                        yield b"".join(letters).decode("ascii")
+                    letters, length, seen = [], 0, True
+                    continue
+                if line and not seen:
+                    raise UserError(f"'{path}', line {number}: a FASTA file begins with a '>' line: check what it is")
+                residues = RESIDUES.sub(b"", line).upper()
+                if len(residues) < len(line):
+                    skipped[f"gaps and other signs in {path}"] += len(line) - len(residues)
+                while length + len(residues) >= RECORD:
+                    room = RECORD - length
+                    yield b"".join([*letters, residues[:room]]).decode("ascii")
+                    letters, length, residues = [], 0, residues[room:]
+                if residues:
+                    letters.append(residues)
+                    length += len(residues)
+        if letters:
+            yield b"".join(letters).decode("ascii")
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({_reason(error)}): check that the file is whole") from error
 

@@ -1,6 +1,7 @@
 """Which positions are masked, and the masked batch: the only thing the data side hands to the model.
 
-Masks depend on (seed, epoch, row) alone: not on loader workers, processes, or a resumed run.
+Masks depend on (seed, epoch, row) alone: not on loader workers, processes, or a resumed run. So does a ratio that is
+drawn for each batch, on (seed, epoch, batch).
 
 A masked batch (v visible and m masked positions of L tokens, boundary tokens included):
 
@@ -15,6 +16,7 @@ A masked batch (v visible and m masked positions of L tokens, boundary tokens in
 With `expand_anchors` the boundary tokens are in the masked block too, as themselves.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -143,8 +145,15 @@ def masked_example(
     }
 
 
+def repeated(ids: np.ndarray, copies: int, vocabulary: Vocabulary) -> np.ndarray:
+    """Each token `copies` times in a row, the boundary tokens once (ExLM §2, Repeated MLM)."""
+    counts = np.full(len(ids), copies)
+    counts[[i for i in (0, -1) if vocabulary.special[ids[i]]]] = 1
+    return np.repeat(ids, counts)
+
+
 class MaskedRows(torch.utils.data.Dataset):
-    """Rows with their masks drawn: indexed by (epoch, row), or by row alone for evaluation (epoch 0).
+    """Rows with their masks drawn: indexed by (epoch, row, batch), or by row alone for evaluation (epoch 0).
 
     expand_anchors: as the model's objective has it, which for evaluation is not the `objective` that draws the masks.
     """
@@ -163,11 +172,19 @@ class MaskedRows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, key: tuple[int, int] | int) -> dict[str, np.ndarray]:
-        epoch, row = key if isinstance(key, tuple) else (0, key)
-        ids = self.rows[row]
+    def __getitem__(self, key: tuple[int, int, int] | int) -> dict[str, np.ndarray]:
+        epoch, row, batch = key if isinstance(key, tuple) else (0, key, 0)
+        ids, objective = self.rows[row], self.objective
         rng = np.random.default_rng((self.seed, epoch, row))
-        positions = choose_masked(ids, self.objective, self.vocabulary, rng)
+        if objective.repeat > 1:
+            ids = repeated(ids, objective.repeat, self.vocabulary)
+            positions = np.flatnonzero((rng.random(len(ids)) < objective.mask_ratio) & ~self.vocabulary.special[ids])
+        else:
+            if objective.mask_ratio_high is not None:  # one ratio for the whole batch
+                drawn = np.random.default_rng((self.seed, epoch, batch, 1))
+                ratio = drawn.uniform(objective.mask_ratio, objective.mask_ratio_high)
+                objective = dataclasses.replace(objective, mask_ratio=ratio, mask_ratio_high=None)
+            positions = choose_masked(ids, objective, self.vocabulary, rng)
         inputs = masked_inputs(ids[positions], self.objective.mask_fill, self.vocabulary, rng)
         return masked_example(ids, positions, inputs, self.expand_anchors)
 
@@ -195,7 +212,7 @@ def _stack(arrays: Sequence[np.ndarray], padding: int) -> torch.Tensor:
 
 
 class EpochSampler(torch.utils.data.Sampler):
-    """(epoch, row) in an order that depends on (seed, epoch) alone; rows of like length share a batch if they differ.
+    """(epoch, row, batch) in an order that depends on (seed, epoch) alone; rows of like length share a batch.
 
     Lengths are grouped inside random pools of 50 batches, so that batches stay random and padding small.
     """
@@ -210,13 +227,13 @@ class EpochSampler(torch.utils.data.Sampler):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
         rng = np.random.default_rng((self.seed, self.epoch))
         order = rng.permutation(len(self.lengths))
         # All blocks but a corpus's last are equally long: nothing to group there.
         if len(order) > 2 and np.partition(self.lengths, 1)[1] != self.lengths.max():
             order = self._group(order, rng)
-        return ((self.epoch, int(row)) for row in order)
+        return ((self.epoch, int(row), place // self.batch_size) for place, row in enumerate(order))
 
     def _group(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         size = self.batch_size

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.corpus import Corpus, report_skipped
-from unmask.data.tokenizers import boundaries
+from unmask.data.tokenizers import boundaries, prepared
 from unmask.errors import UserError
 
 logger = logging.getLogger("unmask")
@@ -152,7 +152,8 @@ def _fingerprint(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> str:
         # What the last call of the tokenizer left there says nothing about its ids.
         state |= {"truncation": None, "padding": None}
     else:
-        state = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.init_kwargs]
+        state = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab(), "kwargs": tokenizer.init_kwargs}
+    state |= {"overlapping_words": tokenizer.init_kwargs.get("overlapping_words")}
     identity = [corpus.fingerprint, state, boundaries(tokenizer), tokenizer.all_special_ids]
     return xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True, default=str).encode())
 
@@ -172,6 +173,7 @@ def _write(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
         tqdm(desc="Tokenizing", unit=" tokens", unit_scale=True) as progress,
     ):
         for documents in _batches(corpus):
+            documents = [prepared(tokenizer, document) for document in documents]
             rows = tokenizer(
                 documents,
                 add_special_tokens=False,

@@ -1,8 +1,10 @@
 """Train a tokenizer on a corpus, or load one. Trained ones have [PAD] [UNK] [CLS] [SEP] [MASK] as ids 0 to 4."""
 
+import itertools
 import logging
 import string
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,17 +38,21 @@ SMILES_PIECE = (
     r"|Br|Cl|%\d\d|[\s\S]"
 )
 CHARACTER = r"[\s\S]"
+# IUPAC: nucleotides and amino acids with their ambiguity codes, and stops; [MASK] is a word of its own.
+RESIDUES = [*string.ascii_uppercase, "*"]
 
 
 def train_tokenizer(
     corpus: Iterable[str], kind: str, vocab_size: int, *, lowercase: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of a kind on documents: bpe, wordpiece, unigram, char or smiles.
+    """Train a tokenizer of a kind on documents: bpe, wordpiece, unigram, char, smiles, residue, 6-mer, ...
+
 
     `bpe` and `unigram` work on bytes, so nothing is unknown to them; `wordpiece` is BERT's, with the 1,000 most
     frequent characters; `smiles` has one token per atom, bond or ring closure and spells bracket atoms that are not in
-    its vocabulary. `vocab_size` counts the special tokens. `model_max_length` is left to the caller. Where counts tie,
-    `wordpiece` and `unigram` may choose other tokens each time.
+    its vocabulary; `residue` has one per letter of IUPAC's alphabets, `6-mer` (2 to 8) one per 6 nucleotides in a row,
+    `6-mer-overlapping` one per 6 that begin at each letter. `vocab_size` counts the special tokens. `model_max_length`
+    is left to the caller. Where counts tie, `wordpiece` and `unigram` may choose other tokens each time.
 
     Raises `UserError` for an unknown kind, an empty corpus, a vocabulary smaller than the alphabet, lowercase SMILES.
     """
@@ -71,6 +77,7 @@ def train_tokenizer(
         sep_token=SEP,
         mask_token=MASK,
         clean_up_tokenization_spaces=False,
+        **({"overlapping_words": int(kind[0])} if kind.endswith("-overlapping") else {}),
         # Not every encoder takes token types, and pretraining on single segments would leave the second untrained.
         model_input_names=["input_ids", "attention_mask"],
     )
@@ -146,12 +153,55 @@ def _pieces(pattern: str, alphabet: list[str], documents: Iterator[str], vocab_s
     return tokenizer
 
 
+def _residue(documents: Iterator[str], vocab_size: int, lowercase: bool) -> Tokenizer:
+    return _pieces(CHARACTER, RESIDUES, _sequences(documents, lowercase), vocab_size, lowercase)
+
+
+def _kmer(k: int, documents: Iterator[str], vocab_size: int, lowercase: bool) -> Tokenizer:
+    """k nucleotides in a row, without overlap; what is left over or ambiguous is spelled letter by letter."""
+    words = ["".join(letters) for letters in itertools.product("ACGT", repeat=k)]
+    return _pieces(
+        rf"[ACGT]{{{k}}}|{CHARACTER}", [*RESIDUES, *words], _sequences(documents, lowercase), vocab_size, False
+    )
+
+
+def _overlapping(k: int, documents: Iterator[str], vocab_size: int, lowercase: bool) -> Tokenizer:
+    """Every k letters in a row, one letter apart (DNABERT's); the text is spaced out first (`prepared`)."""
+    spaced = (overlapping(document, k) for document in _sequences(documents, lowercase))
+    words = ["".join(letters) for letters in itertools.product("ACGT", repeat=k)]
+    tokenizer = _pieces(r"\s+", [*RESIDUES, *words], spaced, vocab_size, False)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def _sequences(documents: Iterator[str], lowercase: bool) -> Iterator[str]:
+    if lowercase:
+        raise UserError("residues are written in capitals: leave lowercase off")
+    return documents
+
+
+def overlapping(sequence: str, k: int) -> str:
+    """A sequence as its words of k letters, each a letter on from the last, spaces between; [MASK] stands alone."""
+    parts = sequence.split(MASK.content)
+    words = [[part[i : i + k] for i in range(max(len(part) - k + 1, bool(part)))] for part in map(str.strip, parts)]
+    return f" {MASK.content} ".join(" ".join(run) for run in words).strip()
+
+
+def prepared(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """What a tokenizer is given for a text: the text itself, or its overlapping words."""
+    k = tokenizer.init_kwargs.get("overlapping_words")
+    return overlapping(text, k) if k else text
+
+
 KINDS: dict[str, Callable[[Iterator[str], int, bool], Tokenizer]] = {
     "bpe": _bpe,
     "wordpiece": _wordpiece,
     "unigram": _unigram,
     "char": _char,
     "smiles": _smiles,
+    "residue": _residue,
+    **{f"{k}-mer": partial(_kmer, k) for k in range(2, 9)},
+    **{f"{k}-mer-overlapping": partial(_overlapping, k) for k in range(2, 9)},
 }
 
 

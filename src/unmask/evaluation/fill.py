@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.masking import MaskedBatches, masked_example
-from unmask.data.tokenizers import boundaries
+from unmask.data.tokenizers import boundaries, prepared
 from unmask.errors import UserError
 from unmask.modeling.prediction import predict, predict_jointly
 from unmask.modeling.pretraining import PretrainingModel
@@ -23,7 +23,7 @@ class Filling(NamedTuple):
 def masked_batch(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, torch.Tensor]:
     """A text with [MASK]s as a masked batch of one sequence, without labels. Raises `UserError` if it cannot be one."""
     start, end = boundaries(tokenizer)  # as in pretraining, whether or not the tokenizer itself adds them
-    inner = tokenizer(text, add_special_tokens=False)["input_ids"]
+    inner = tokenizer(prepared(tokenizer, text), add_special_tokens=False)["input_ids"]
     ids = np.array([*([start] if start is not None else []), *inner, *([end] if end is not None else [])])
     masked = np.flatnonzero(ids == tokenizer.mask_token_id)
     if not len(masked):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.modeling import rotary
-from unmask.modeling.head import HEADS
+from unmask.modeling.head import head_names
 from unmask.modeling.pretraining import PretrainingModel
 
 
@@ -21,10 +21,12 @@ def stock_model(model: PretrainingModel) -> PreTrainedModel:
     if keeps_head(model):
         stock = AutoModelForMaskedLM.from_config(config)
         stock.base_model.load_state_dict(model.encoder.state_dict())
-        names = HEADS[config.model_type]
+        names = head_names(config)
+        assert names is not None
         projection = stock.get_submodule(names.projection)
-        stock.get_submodule(names.dense).load_state_dict(model.head.dense.state_dict())
-        stock.get_submodule(names.norm).load_state_dict(model.head.norm.state_dict())
+        if names.dense:
+            stock.get_submodule(names.dense).load_state_dict(model.head.dense.state_dict())
+            stock.get_submodule(names.norm).load_state_dict(model.head.norm.state_dict())
         with torch.no_grad():
             if model.head.weight is not None:
                 projection.weight.copy_(model.head.weight)
@@ -43,7 +45,7 @@ def stock_model(model: PretrainingModel) -> PreTrainedModel:
 
 def keeps_head(model: PretrainingModel) -> bool:
     """Whether the LM head reads the encoder itself, so that a stock fill-mask model comes out."""
-    return model.decoder is None and model.objective.states == 1 and model.config.encoder.model_type in HEADS
+    return model.decoder is None and model.objective.states == 1 and head_names(model.config.encoder) is not None
 
 
 def export(

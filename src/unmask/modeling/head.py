@@ -19,6 +19,7 @@ class HeadNames(NamedTuple):
 
     dense: str
     norm: str
+    """Both empty where hidden states are projected as they are."""
     projection: str
     activation: str
     """A field of the config, or the name of a function that the family hard-codes."""
@@ -49,7 +50,18 @@ HEADS = {
     ),
     "modernbert": HeadNames("head.dense", "head.norm", "decoder", activation="classifier_activation"),
     "esm": _ROBERTA._replace(bias="lm_head.bias"),
+    "mpnet": _ROBERTA,
+    "jina_embeddings_v3": _ROBERTA,
+    "deberta-v2": _BERT,
+    "albert": HeadNames("predictions.dense", "predictions.LayerNorm", "predictions.decoder", activation="hidden_act"),
+    "distilbert": HeadNames("vocab_transform", "vocab_layer_norm", "vocab_projector", activation="activation"),
+    "eurobert": HeadNames("", "", "lm_head", activation="linear"),
 }
+
+
+def head_names(config: PreTrainedConfig) -> HeadNames | None:
+    """Where the family keeps its head; None if that is not known."""
+    return None if getattr(config, "legacy", True) is False else HEADS.get(config.model_type)
 
 
 class Head(nn.Module):
@@ -60,7 +72,7 @@ class Head(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, stock: PreTrainedModel | None, embedding: nn.Embedding) -> None:
         super().__init__()
-        names = HEADS.get(config.model_type)
+        names = head_names(config)
         self.weight: nn.Parameter | None = None
         if names is None or stock is None:
             self.dense: nn.Module = nn.Linear(config.hidden_size, embedding.embedding_dim)
@@ -68,9 +80,9 @@ class Head(nn.Module):
             self.norm: nn.Module = nn.LayerNorm(embedding.embedding_dim, eps=1e-5)
             self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(embedding.num_embeddings))
             return
-        self.dense = stock.get_submodule(names.dense)
+        self.dense = stock.get_submodule(names.dense) if names.dense else nn.Identity()
         self.activation = ACT2FN[getattr(config, names.activation, names.activation)]
-        self.norm = stock.get_submodule(names.norm)
+        self.norm = stock.get_submodule(names.norm) if names.norm else nn.Identity()
         projection = stock.get_submodule(names.projection)
         self.bias = stock.get_parameter(names.bias) if names.bias else projection.bias
         if f"{names.projection}.weight" not in stock.all_tied_weights_keys:

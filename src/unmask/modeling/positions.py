@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from unmask.errors import UserError
+from unmask.modeling import relative
 
 PROBE_TOLERANCE = 1e-4
 
@@ -60,6 +61,7 @@ def encode(
     window = attention_window(encoder)
     if window is not None:
         attention_mask = _windows_by_position(encoder, positions, mask, window)
+    relative.at(encoder, positions)
     position_ids = positions + offset
     if states is not None:
         position_ids = torch.stack([position_ids, states], dim=-1)

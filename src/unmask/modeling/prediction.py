@@ -1,7 +1,7 @@
 """The marginal prediction: one distribution per masked position, whatever the objective.
 
-With one state it is the softmax. With k states, let γ⁰ be the posteriors of the alignment with nothing to emit: they
-say where the t-th target sits before it is seen, and
+With one state it is the softmax; without transitions, CTC's probability of one label, renormalised. With k states, let
+γ⁰ be the posteriors of the alignment with nothing to emit: they say where the t-th target sits before it is seen, and
 
     p(y_t = v) = Σ_u γ⁰_t(u) P_u(v)            token loss = -log p(y_t)
     p(y_1 ... y_m) = Z / Z⁰                    joint loss = -log(Z / Z⁰) / m
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from unmask.alignment import best_path, log_likelihood, posteriors
+from unmask.alignment import best_path, log_likelihood, posteriors, single_label
 from unmask.modeling.pretraining import PretrainingModel
 from unmask.modeling.vertices import Vertices
 
@@ -28,10 +28,11 @@ def predict(model: PretrainingModel, **batch: Tensor) -> Iterator[tuple[Tensor, 
     rows index the flattened [B x m] masked positions; labels are not looked at.
     """
     states = _states(model, batch)
-    if model.objective.states == 1:
-        flat = states.flatten(0, 1)
-        for rows in torch.arange(len(flat), device=flat.device).split(LOGIT_ROWS):
-            yield rows, _log_probabilities(model, flat[rows])
+    if not model.objective.aligned:
+        k = model.objective.states
+        flat = states.flatten(0, 1).unflatten(0, (-1, k))
+        for rows in torch.arange(len(flat), device=flat.device).split(LOGIT_ROWS // k):
+            yield rows, _one_by_one(model, flat[rows])
         return
     vertices, links = _graph(model, states, batch)
     occupancy, _ = _nothing_seen(vertices, links)
@@ -48,8 +49,9 @@ def predict_jointly(model: PretrainingModel, **batch: Tensor) -> Tensor:
     With one state, the argmax at each; with k, the tokens along the best path, each vertex on it emitting its best.
     """
     states = _states(model, batch)
-    if model.objective.states == 1:
-        return torch.stack([_log_probabilities(model, x).argmax(-1) for x in states])
+    if not model.objective.aligned:
+        own = states.unflatten(1, (-1, model.objective.states))
+        return torch.stack([_one_by_one(model, x).argmax(-1) for x in own])
     vertices, links = _graph(model, states, batch)
     best = [_log_probabilities(model, x).max(-1) for x in vertices.emitting(states)]
     scores, tokens = (torch.stack(part) for part in zip(*best, strict=True))
@@ -72,7 +74,7 @@ def score(model: PretrainingModel, labels: Tensor, **batch: Tensor) -> Tensor:
     Hits are those of the marginal prediction. Expanded anchors are part of the objective's and the joint loss alone.
     """
     real = labels.ne(-100)
-    if model.objective.states > 1:
+    if model.objective.aligned:
         return _score_alignment(model, labels, real, batch)
     flat = labels.flatten()
     loss, hits = torch.zeros(2, *flat.shape, device=labels.device)
@@ -81,7 +83,10 @@ def score(model: PretrainingModel, labels: Tensor, **batch: Tensor) -> Tensor:
         loss[rows] = -log_probabilities.gather(1, target[:, None])[:, 0]
         hits[rows] = (log_probabilities.argmax(-1) == target).float()
     loss, hits = ((x.view(labels.shape) * real).sum(1) for x in (loss, hits))
-    return torch.stack([real.sum(1).float(), loss, loss, loss, hits], dim=1)
+    own = loss
+    if model.objective.states > 1:  # CTC's probabilities of one label do not sum to one
+        own = -(model._position_by_position(_states(model, batch), labels.clamp(min=0)) * real).sum(1)
+    return torch.stack([real.sum(1).float(), own, loss, loss, hits], dim=1)
 
 
 def _score_alignment(model: PretrainingModel, labels: Tensor, real: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -122,6 +127,21 @@ def _nothing_seen(vertices: Vertices, links: Tensor) -> tuple[Tensor, Tensor]:
     occupancy, _ = posteriors(nothing, links, vertices.targets, vertices.lengths)
     occupancy = occupancy[:, 1:-1, 1:-1] if vertices.silent_ends else occupancy
     return occupancy, log_likelihood(nothing, links, vertices.targets, vertices.lengths)
+
+
+def _one_by_one(model: PretrainingModel, own: Tensor) -> Tensor:
+    """log p [n, V] of positions that are predicted each by itself, from their states [n, k, d].
+
+    The softmax for one state; for k, CTC's probability of one label, over those of all labels but the blank.
+    """
+    log_probabilities = _log_probabilities(model, own)
+    if own.shape[1] == 1:
+        return log_probabilities[:, 0]
+    blank = model.config.blank_token_id
+    label = log_probabilities.transpose(1, 2)
+    joined = single_label(label, label[:, [blank]])
+    joined[:, blank] = -torch.inf
+    return joined.log_softmax(-1)
 
 
 def _log_probabilities(model: PretrainingModel, hidden: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ from transformers import (
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils import ModelOutput
 
-from unmask.alignment import log_likelihood
+from unmask.alignment import log_likelihood, single_label
 from unmask.errors import UserError
-from unmask.modeling import rotary
+from unmask.modeling import relative, rotary
 from unmask.modeling.decoder import Decoder, gather_rows
 from unmask.modeling.head import Head
 from unmask.modeling.positions import encode, max_positions, position_offset, probe
@@ -41,7 +41,7 @@ from unmask.objectives import Objective, objective_from_dict
 @strict
 class PretrainingConfig(PreTrainedConfig):
     """encoder: the config of a transformers encoder; objective: the fields of an `Objective`; max_length: tokens of a
-    sequence with its boundary tokens; mask_token_id: the id of [MASK]."""
+    sequence with its boundary tokens; mask_token_id: the id of [MASK]; blank_token_id: [UNK], CTC's blank."""
 
     model_type = "unmask"
     sub_configs_defaults: ClassVar[dict[str, SubConfigSpec]] = {
@@ -52,6 +52,7 @@ class PretrainingConfig(PreTrainedConfig):
     objective: dict | None = None
     max_length: int = 128
     mask_token_id: int = 4
+    blank_token_id: int | None = None
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -96,13 +97,14 @@ class PretrainingModel(PreTrainedModel):
         if stock is None:
             stock = self._new_stock(config)
         self.encoder: PreTrainedModel = stock.base_model
+        relative.install(self.encoder, self.objective.relative_positions)
         self.state_embeddings: torch.nn.Embedding | None = None
         self._tell_states_apart(config)
         self.head = Head(config.encoder, None if stock is self.encoder else stock, self.token_table)
         self.decoder = self._new_decoder(config) if self.objective.decoder_layers else None
-        self.transitions = self._new_transitions(config) if self.objective.states > 1 else None
+        self.transitions = self._new_transitions(config) if self.objective.aligned else None
         self.offset = position_offset(self.encoder)
-        self._check_lengths(config)
+        self._check(config)
         self.post_init()
         if not self._is_loaded:
             probe(self.encoder)
@@ -118,6 +120,7 @@ class PretrainingModel(PreTrainedModel):
         *,
         mask_token_id: int,
         max_length: int,
+        blank_token_id: int | None = None,
         vocab_size: int | None = None,
         trust_remote_code: bool = False,
     ) -> Self:
@@ -158,6 +161,7 @@ class PretrainingModel(PreTrainedModel):
             objective=objective.to_dict(),
             max_length=max_length,
             mask_token_id=mask_token_id,
+            blank_token_id=blank_token_id,
         )
         model = cls(config, stock=stock)
         prefix = f"{stock.base_model_prefix}."
@@ -223,7 +227,8 @@ class PretrainingModel(PreTrainedModel):
     def _new_decoder(self, config: PretrainingConfig) -> Decoder:
         assert isinstance(config.encoder, PreTrainedConfig)
         width = config.encoder.hidden_size
-        size = self.objective.decoder_hidden_size or width
+        wanted = self.objective.decoder_hidden_size or 1.0
+        size = round(wanted * width) if wanted <= 1 else round(wanted)
         heads = config.encoder.num_attention_heads
         if size % heads:
             raise UserError(
@@ -239,10 +244,16 @@ class PretrainingModel(PreTrainedModel):
             heads=heads,
             layers=self.objective.decoder_layers,
             max_length=config.max_length,
+            attention=self.objective.decoder_attention,
             states=k if k > 1 and self.objective.state_positions != "none" else 0,
         )
 
-    def _check_lengths(self, config: PretrainingConfig) -> None:
+    def _check(self, config: PretrainingConfig) -> None:
+        if self.objective.states > 1 and not self.objective.aligned and config.blank_token_id is None:
+            raise UserError(
+                "transitions=none needs an unknown token as CTC's blank, but the tokenizer has none: use another one, "
+                "or dense transitions."
+            )
         limit = max_positions(self.encoder)
         if limit is not None and config.max_length > limit:
             raise UserError(
@@ -270,8 +281,9 @@ class PretrainingModel(PreTrainedModel):
         states = self.masked_states(*batch)
         if self.objective.states == 1:
             total = self.head.cross_entropy(states, labels, self.token_table)
+        elif self.transitions is None:
+            total = -self._position_by_position(states, labels)[labels != -100].sum()
         else:
-            assert self.transitions is not None
             vertices = self.vertices(visible_positions, masked_positions, visible_mask, masked_mask)
             match = vertices.match(self.head.emissions(vertices.emitting(states), labels, self.token_table))
             links = self.transitions(states, vertices)
@@ -290,11 +302,12 @@ class PretrainingModel(PreTrainedModel):
     ) -> Tensor:
         """Hidden states that are predicted from, of the decoder if there is one, else of the encoder.
 
-        [B, m, d] with one state per masked position; with k, those of the vertices [B, S, d], anchors included.
+        [B, m, d] with one state per masked position; with k, those of the vertices [B, S, d], anchors included, or
+        without transitions [B, m k, d].
         """
         objective, v = self.objective, visible_ids.shape[1]
         vertices = None
-        if objective.states > 1:
+        if objective.aligned:
             vertices = self.vertices(visible_positions, masked_positions, visible_mask, masked_mask)
         hidden = self._encode(
             visible_ids, visible_positions, masked_positions, masked_inputs, visible_mask, masked_mask
@@ -350,6 +363,13 @@ class PretrainingModel(PreTrainedModel):
             return contextlib.nullcontext()
         added = table((numbers - 1).clamp(min=0)) * (numbers > 0)[:, :, None]
         return self.token_table.register_forward_hook(lambda module, args, output: output + added)
+
+    def _position_by_position(self, states: Tensor, labels: Tensor) -> Tensor:
+        """log P(y_t) [B, m] of each position's k states [B, m k, d] by CTC, the unknown token being the blank."""
+        own = states.unflatten(1, (labels.shape[1], -1)).flatten(0, 1)
+        pairs = torch.stack([labels, torch.full_like(labels, self.config.blank_token_id)], dim=-1).flatten(0, 1)
+        label, blank = self.head.emissions(own, pairs, self.token_table).unbind(1)
+        return single_label(label, blank).view_as(labels)
 
     def vertices(
         self,

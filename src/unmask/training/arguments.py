@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from transformers import TrainingArguments
 
 from unmask.errors import UserError, nearest
-from unmask.objectives import FIELDS, OBJECTIVES
+from unmask.objectives import FIELDS
 
 PRESETS: dict[str, dict[str, Any]] = {
     # model ------------------------------------------------------------------- | data and optimisation
@@ -47,7 +48,9 @@ def _flag(default: Any, help: str) -> Any:
 class RunArguments:
     """What is trained on what."""
 
-    objective: str = _flag("mlm", f"The pretraining objective: {', '.join(OBJECTIVES)}.")
+    objective: str = _flag(
+        "mlm", "The pretraining objective, one of `unmask objectives`: mlm, mae-lm, exlm, mae-exlm, ..."
+    )
     set: list[str] = field(
         default_factory=list,
         metadata={"help": "Fields of the objective to change, as in --set mask_ratio=0.3 mask_unit=word."},
@@ -214,17 +217,18 @@ def unknown_argument(name: str, known: set[str]) -> str:
     return f"There is no argument '{name}'" + (f": did you mean '{close[0]}'?" if close else ": see --help for all.")
 
 
-def to_recipe(run: RunArguments, args: PretrainingArguments) -> dict[str, Any]:
-    """Everything needed to run it again: all of `RunArguments`, and what differs from the training defaults."""
+def to_recipe(run: RunArguments, args: PretrainingArguments, given: Iterable[str]) -> dict[str, Any]:
+    """Everything needed to run it again: all of `RunArguments`, what was given of the training arguments, the preset's.
+
+    It makes no second arguments to compare with: they would reset accelerate's state, and with it each process's rank.
+    """
     recipe = {f.name: getattr(run, f.name) for f in dataclasses.fields(run) if f.name != "overwrite"}
     if run.data is not None and not isinstance(run.data, list | str):
         recipe["data"] = f"{type(run.data).__name__} given from Python"
-    usual = PretrainingArguments(output_dir=args.output_dir)
-    always = {"output_dir", "seed", "bf16", "max_steps", *PRESETS[run.preset]}
+    wanted = {"output_dir", "seed", "bf16", "max_steps", *PRESETS[run.preset], *given} - {"resume_from_checkpoint"}
     for f in dataclasses.fields(PretrainingArguments):
-        value, default = (getattr(a, f.name) for a in (args, usual))
+        value = getattr(args, f.name)
         value = getattr(value, "value", value)  # enumerations
-        plain = value is None or isinstance(value, bool | int | float | str)
-        if plain and f.init and (value != default or f.name in always) and f.name != "resume_from_checkpoint":
+        if f.name in wanted and f.init and (value is None or isinstance(value, bool | int | float | str)):
             recipe[f.name] = value
     return {name: value for name, value in recipe.items() if value is not None and value != []}

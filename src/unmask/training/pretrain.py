@@ -56,8 +56,8 @@ def pretrain(**values: Any) -> dict[str, Any]:
         return json.loads((output / "metrics.json").read_text(encoding="utf-8"))
     set_seed(args.seed)
 
-    tokenizer, train_tokens, eval_tokens = _open_data(run, objective.states)
-    train_rows = _rows(train_tokens, run)
+    tokenizer, train_tokens, eval_tokens = _open_data(run, objective.aligned)
+    train_rows = _rows(train_tokens, run, copies=objective.repeat)
     eval_rows = None if eval_tokens is None else _rows(eval_tokens, run, run.max_eval_samples)
     model = _new_model(run, objective, tokenizer)
     if checkpoint is not None:
@@ -68,7 +68,7 @@ def pretrain(**values: Any) -> dict[str, Any]:
         model.head.start_at(_log_frequencies(train_tokens, len(tokenizer)))
     if eval_rows is None:
         args.eval_strategy = "no"
-    recipe = to_recipe(run, args)  # before there is a trainer: it makes other arguments, which reset accelerate's state
+    recipe = to_recipe(run, args, values)
     trainer = PretrainingTrainer(model, args, train_rows, eval_rows, tokenizer)
     trainer.accelerator.wait_for_everyone()  # every process has looked at the folder before one writes to it
     if trainer.args.should_save:
@@ -80,14 +80,14 @@ def pretrain(**values: Any) -> dict[str, Any]:
         trainer.restore(str(checkpoint))
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if not trainer.args.should_save:
-        return {}
     if newest_complete(output) is None:  # save_strategy=no
         trainer._save_checkpoint(trainer.model, None)
-    metrics = _evaluate(trainer, run, train_tokens)
-    _write(output / "metrics.json", json.dumps(metrics, indent=2))
-    export(model, tokenizer, output / "encoder", training_facts(output))
-    _summary(metrics, output)
+    metrics = _evaluate(trainer, run, train_tokens)  # by all processes together
+    if trainer.args.should_save:
+        _write(output / "metrics.json", json.dumps(metrics, indent=2))
+        export(model, tokenizer, output / "encoder", training_facts(output))
+        _summary(metrics, output)
+    trainer.accelerator.wait_for_everyone()
     return metrics
 
 
@@ -159,8 +159,8 @@ def _clear(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
 
 
-def _open_data(run: RunArguments, k: int) -> tuple[PreTrainedTokenizerBase, Tokens, Tokens | None]:
-    """Tokenizer, training tokens and evaluation tokens; k: states per masked position."""
+def _open_data(run: RunArguments, aligned: bool) -> tuple[PreTrainedTokenizerBase, Tokens, Tokens | None]:
+    """Tokenizer, training tokens and evaluation tokens; aligned: whether boundary tokens are needed."""
     corpus = documentation() if run.data is None else _open(run.data, run)
     eval_corpus = None if run.eval_data is None else _open(run.eval_data, run)
     cache = Path(run.cache_dir) if run.cache_dir else default_cache_dir()
@@ -169,7 +169,7 @@ def _open_data(run: RunArguments, k: int) -> tuple[PreTrainedTokenizerBase, Toke
         assert run.vocab_size is not None
         name = str(_trained_tokenizer(corpus, run.vocab_size, cache))
     tokenizer = load_tokenizer(name, trust_remote_code=run.trust_remote_code)
-    if k > 1 and None in boundaries(tokenizer):
+    if aligned and None in boundaries(tokenizer):
         raise UserError(
             f"The tokenizer '{name}' puts no boundary tokens around a sequence, and state alignment begins and ends at "
             "them: use a tokenizer with [CLS] and [SEP] (or BOS and EOS), or an objective with one state."
@@ -200,9 +200,11 @@ def _open(data: Any, run: RunArguments) -> Corpus:
     return open_corpus(data, text_column=run.text_column, sample_by=run.sample_by)
 
 
-def _rows(tokens: Tokens, run: RunArguments, limit: int | None = None) -> SequenceRows:
+def _rows(tokens: Tokens, run: RunArguments, limit: int | None = None, copies: int = 1) -> SequenceRows:
+    """Rows of which `copies` copies of each token, boundaries apart, are max_length tokens."""
     assert run.max_length is not None
-    rows = (Blocks if run.packing == "blocks" else Rows)(tokens, run.max_length)
+    ends = 2 - (tokens.start, tokens.end).count(None)
+    rows = (Blocks if run.packing == "blocks" else Rows)(tokens, (run.max_length - ends) // copies + ends)
     if len(rows) == 0:
         raise UserError("No sequence of the corpus is long enough to mask anything: give longer or more documents.")
     return rows if limit is None else _First(rows, limit)
@@ -223,7 +225,11 @@ class _First:
 
 def _new_model(run: RunArguments, objective: Objective, tokenizer: PreTrainedTokenizerBase) -> PretrainingModel:
     assert run.max_length is not None
-    shared: dict[str, Any] = {"mask_token_id": tokenizer.mask_token_id, "max_length": run.max_length}
+    shared: dict[str, Any] = {
+        "mask_token_id": tokenizer.mask_token_id,
+        "blank_token_id": tokenizer.unk_token_id,
+        "max_length": run.max_length,
+    }
     if run.encoder is not None:
         return PretrainingModel.from_encoder(
             run.encoder,

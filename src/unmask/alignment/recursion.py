@@ -45,11 +45,26 @@ def posteriors(match: Tensor, links: Tensor, target_length: Tensor, state_length
 
 @torch.no_grad()
 def path_entropy(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> Tensor:
-    """Entropy [B], in nats, of the distribution over paths given the targets: log Z - Σ γ·match - Σ ξ·links."""
-    passed = _forward_backward(match, links, target_length, state_length)
-    matches = torch.where(passed.occupancy > 0, passed.occupancy * match, 0.0).sum((1, 2))
-    transitions = torch.where(passed.link_use > 0, passed.link_use * links, 0.0).sum((1, 2))
-    return passed.log_z - matches - transitions
+    """Entropy [B], in nats, of the distribution over paths given the targets.
+
+    Σ_t Σ_w γ_t(w) · entropy of the vertex after w at step t; log Z - Σ γ·match - Σ ξ·links is the same, but in it large
+    scores would cancel.
+    """
+    match, links = _log_potentials(match, links, target_length, state_length)
+    alpha = _log_forward(match, links, target_length)
+    log_z = _last(alpha, target_length, state_length)
+    _refuse_no_path(log_z == NEGATIVE_INFINITY)
+    end = _log_end(match, state_length)
+    entropy, beta = torch.zeros_like(log_z), torch.full_like(end, NEGATIVE_INFINITY)
+    for t in reversed(range(match.shape[1])):
+        if t + 1 < match.shape[1]:
+            ahead = links + (match[:, t + 1] + beta)[:, None, :]
+            beta = ahead.logsumexp(2)
+            log_next = ahead - _finite(beta)[:, :, None]
+            of_next = -torch.where(log_next > NEGATIVE_INFINITY, log_next.exp() * log_next, 0.0).sum(2)
+            entropy += ((alpha[:, t] + beta - log_z[:, None]).exp() * of_next).sum(1)
+        beta = torch.where((target_length == t + 1)[:, None], end, beta)
+    return entropy
 
 
 @torch.no_grad()
@@ -264,8 +279,7 @@ def _in_log_space(match: Tensor, links: Tensor, target_length: Tensor, state_len
     steps = match.shape[1]
     alpha = _log_forward(match, links, target_length)
     log_z = _last(alpha, target_length, state_length)
-    ends = torch.arange(match.shape[2], device=match.device) == (state_length - 1)[:, None]
-    end = torch.where(ends, 0.0, NEGATIVE_INFINITY).double()
+    end = _log_end(match, state_length)
     finite_z = _finite(log_z)
     occupancy, link_use = torch.zeros_like(match), torch.zeros_like(links)
     beta = torch.full_like(end, NEGATIVE_INFINITY)
@@ -277,6 +291,12 @@ def _in_log_space(match: Tensor, links: Tensor, target_length: Tensor, state_len
         beta = torch.where((target_length == t + 1)[:, None], end, beta)
         occupancy[:, t] = (alpha[:, t] + beta - finite_z[:, None]).exp()
     return _Pass(log_z, occupancy, link_use)
+
+
+def _log_end(match: Tensor, state_length: Tensor) -> Tensor:
+    """log β of the last step, [B, S]."""
+    ends = torch.arange(match.shape[2], device=match.device) == (state_length - 1)[:, None]
+    return torch.where(ends, 0.0, NEGATIVE_INFINITY).to(match.dtype)
 
 
 def _log_forward(match: Tensor, links: Tensor, target_length: Tensor) -> Tensor:

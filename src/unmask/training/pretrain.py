@@ -280,6 +280,8 @@ def new_encoder_config(run: RunArguments, tokenizer: PreTrainedTokenizerBase) ->
                 "cls_token_id": start,
                 "sep_token_id": end,
             }
+        case "mpnet":
+            values["max_position_embeddings"] = run.max_length + 2  # whatever the padding index
         case "electra":
             values["embedding_size"] = run.hidden_size
         case "nomic_bert":

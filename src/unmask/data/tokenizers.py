@@ -47,7 +47,6 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train a tokenizer of a kind on documents: bpe, wordpiece, unigram, char, smiles, residue, 6-mer, ...
 
-
     `bpe` and `unigram` work on bytes, so nothing is unknown to them; `wordpiece` is BERT's, with the 1,000 most
     frequent characters; `smiles` has one token per atom, bond or ring closure and spells bracket atoms that are not in
     its vocabulary; `residue` has one per letter of IUPAC's alphabets, `6-mer` (2 to 8) one per 6 nucleotides in a row,

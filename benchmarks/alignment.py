@@ -18,7 +18,7 @@ from unmask.alignment import log_likelihood
 
 
 def loop(match: Tensor, links: Tensor) -> Tensor:
-    alpha = match[:, 0].masked_fill(torch.arange(match.shape[2]) > 0, -torch.inf)
+    alpha = match[:, 0].masked_fill(torch.arange(match.shape[2], device=match.device) > 0, -torch.inf)
     for t in range(1, match.shape[1]):
         alpha = torch.logsumexp(alpha[:, :, None] + links, 1) + match[:, t]
     return alpha[:, -1]

@@ -11,6 +11,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenize
 
 from unmask.cli import main
 from unmask.data.tokenizers import train_tokenizer
+from unmask.experiments import compare
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -77,6 +78,30 @@ def test_compare_prints_one_row_each(base, tmp_path, capsys):
     rows = json.loads((tmp_path / "both" / "comparison.json").read_text())
     assert [row["objective"] for row in rows] == names
     assert len({row["tokens"] for row in rows}) == len({row["unigram_loss"] for row in rows}) == 1
+
+
+def test_mlm_plus_plus_takes_the_time_of_the_slowest(base, tmp_path, monkeypatch, capsys):
+    """A step of MLM takes 2 s and its start 0 s here, one of another objective 7 s."""
+    trained = []
+
+    def pretrain(**values):
+        trained.append(values)
+        seconds = values["max_steps"] * (2 if values["objective"] == "mlm" else 7)
+        scores = dict.fromkeys(("eval_token_loss", "eval_joint_loss", "unigram_loss", "eval_accuracy"))
+        facts = {"objective": values["objective"], "steps": values["max_steps"], "tokens": 1, "tokens_per_second": 1}
+        return {**facts, **scores, "training_seconds": seconds}
+
+    monkeypatch.setattr(compare, "pretrain", pretrain)
+    values = {**base, "output_dir": tmp_path / "both", "max_steps": 40}
+    assert main(["compare", "mlm++", "exlm", *flags(values)]) == 0
+    assert [(v["objective"], v["max_steps"]) for v in trained] == [("exlm", 40), ("mlm", 30), ("mlm", 140)]
+    assert trained[-1]["output_dir"] == str(tmp_path / "both" / "mlm++")
+    assert "140 steps of MLM cost the same" in capsys.readouterr().out
+    trained.clear()
+    assert main(["compare", "mlm", "exlm", "mlm++", *flags(values)]) == 0
+    assert [v["max_steps"] for v in trained] == [40, 40, 140]  # no short run: MLM's own is there
+    refused(["compare", "mlm++", *flags(values)], "name that too", capsys)
+    refused(["pretrain", "--objective", "mlm++", *flags(values)], "unmask compare exlm mlm++", capsys)
 
 
 def refused(argv: list[str], says: str, capsys) -> None:

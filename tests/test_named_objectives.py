@@ -139,6 +139,7 @@ EXLM = MLM | {
 }
 EXPECTED = {
     "mlm": MLM,
+    "mlm++": MLM,
     "mlm-38": MLM | {"masked": 23, "predicted from": 23},
     "repeated-mlm": MLM
     | {"masked": "drawn", "tokens": 242, "predicted from": "drawn", "ratio of a later batch": False},
@@ -184,8 +185,9 @@ def test_a_named_objective_is_what_it_says(name, vocabulary):
 
 
 def test_no_two_named_objectives_are_alike():
+    """But mlm++, which is mlm with other steps (`test_cli`)."""
     records = [tuple(sorted((key, str(value)) for key, value in record.items())) for record in EXPECTED.values()]
-    assert len(set(records)) == len(OBJECTIVES) == len(EXPECTED)
+    assert len(set(records)) == len(OBJECTIVES) - 1 == len(EXPECTED) - 1
 
 
 def test_decoder_attention_reads_what_it_says(vocabulary):

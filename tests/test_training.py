@@ -219,6 +219,12 @@ def test_resume_is_exact(settings, tmp_path):
     metrics = [json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("straight", "stopped")]
     assert metrics[0]["tokens"] == metrics[1]["tokens"]
     assert metrics[0]["eval_token_loss"] == metrics[1]["eval_token_loss"]
+    assert metrics[0]["training_flops"] == metrics[1]["training_flops"] > 0
+    state = json.loads((newest_complete(tmp_path / "stopped") / "trainer_state.json").read_text())
+    seconds = [log["training_seconds"] for log in state["log_history"] if "training_seconds" in log]
+    assert len(seconds) == -(-state["global_step"] // 4)  # one for each checkpoint, none for what was lost
+    assert 0 < seconds[0] < seconds[-1] == metrics[1]["training_seconds"]
+    assert seconds == sorted(seconds)
 
 
 def test_damaged_checkpoints_are_seen(settings, tmp_path):

@@ -236,8 +236,14 @@ class Named(NamedTuple):
     fields: dict[str, Any]
 
 
+AT_EQUAL_COST = "mlm++"
+"""MLM that trains for as long as another objective takes: only a comparison knows how long that is."""
+
 OBJECTIVES: dict[str, Named] = {
     "mlm": Named("BERT / RoBERTa: [MASK] in the encoder, predicted from it", None, {}),
+    AT_EQUAL_COST: Named(
+        "MLM for as many steps as cost what another objective costs: `unmask compare exlm mlm++`", "mlm", {}
+    ),
     "mlm-38": Named("MLM at the mask ratio of 38.7% (ExLM, figure of k and p)", "mlm", {"mask_ratio": 0.387}),
     "repeated-mlm": Named("analysis of ExLM: 4 copies of each token, each masked by itself", "mlm", {"repeat": 4}),
     # MAE-LM and its ablations

@@ -17,6 +17,7 @@ ignored. Any floating type goes in, results are float64. `ValueError` names a se
 do not fit.
 """
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,12 @@ class _LogLikelihood(torch.autograd.Function):
 @torch.no_grad()
 def _forward_backward(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> _Pass:
     match, links = _log_potentials(match, links, target_length, state_length)
+    if _on_kernel(match):
+        from unmask.alignment.kernel import forward_backward
+
+        passed = _Pass(*forward_backward(match, links, target_length, state_length))
+        _refuse_no_path(passed.log_z == NEGATIVE_INFINITY)
+        return passed
     passed, safe = _scaled(match, links, target_length, state_length)
     if not safe.all():
         again = ~safe
@@ -163,6 +170,11 @@ def _forward_backward(match: Tensor, links: Tensor, target_length: Tensor, state
             whole[again] = part
     _refuse_no_path(passed.log_z == NEGATIVE_INFINITY)
     return passed
+
+
+def _on_kernel(scores: Tensor) -> bool:
+    """Whether the Triton kernel computes them: on CUDA, where triton is installed."""
+    return scores.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 def _refuse_no_path(stuck: Tensor) -> None:

@@ -24,7 +24,7 @@ from unmask.data.tokenizers import boundaries, load_tokenizer, train_tokenizer
 from unmask.errors import UserError, nearest
 from unmask.modeling.export import export
 from unmask.modeling.pretraining import PretrainingConfig, PretrainingModel
-from unmask.objectives import Objective, get_objective, objective_from_dict
+from unmask.objectives import AT_EQUAL_COST, Objective, get_objective, objective_from_dict
 from unmask.training.arguments import (
     PretrainingArguments,
     RunArguments,
@@ -32,7 +32,7 @@ from unmask.training.arguments import (
     parse_pairs,
     to_recipe,
 )
-from unmask.training.trainer import PretrainingTrainer, find_checkpoint, newest_complete
+from unmask.training.trainer import PretrainingTrainer, find_checkpoint, newest_complete, training_seconds
 
 logger = logging.getLogger("unmask")
 
@@ -45,6 +45,11 @@ def pretrain(**values: Any) -> dict[str, Any]:
     run, args = build_arguments(values)
     if run.encoder is not None and Path(run.encoder, "config.yaml").is_file():
         raise UserError(f"'{run.encoder}' is a run's folder: its encoder is '{Path(run.encoder, 'encoder')}'.")
+    if run.objective == AT_EQUAL_COST:
+        raise UserError(
+            f"How many steps {AT_EQUAL_COST} trains depends on another objective's cost: use `unmask compare exlm "
+            f"{AT_EQUAL_COST}`, or mlm with a max_steps of your own."
+        )
     objective = get_objective(run.objective, **parse_pairs(run.set, "--set"))
     output = Path(args.output_dir or "")
     checkpoint = _checkpoint_to_resume(output, args)
@@ -326,6 +331,8 @@ def _evaluate(trainer: PretrainingTrainer, run: RunArguments, train_tokens: Toke
         "objective": run.objective,
         "steps": trainer.state.global_step,
         "tokens": trainer.state.num_input_tokens_seen,
+        "training_seconds": training_seconds(trainer.state),
+        "training_flops": trainer.state.total_flos,
         **{name: scores.get(name) for name in names},
         "unigram_loss": _unigram_loss(trainer, train_tokens),
         "tokens_per_second": trainer.tokens_per_second,

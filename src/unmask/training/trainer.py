@@ -16,6 +16,7 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, Train
 
 from unmask.data.masking import EpochSampler, MaskedBatches, MaskedRows, SequenceRows, Vocabulary
 from unmask.errors import UserError
+from unmask.modeling.flops import training_flops
 from unmask.modeling.prediction import score
 from unmask.modeling.pretraining import PretrainingModel
 from unmask.objectives import Objective
@@ -61,7 +62,8 @@ class PretrainingTrainer(Trainer):
             **kwargs,
         )
         show_progress(self)
-        self._idle_seconds = 0.0
+        self._idle_seconds = self._started = 0.0
+        self._seconds_before: float | None = None  # of a run that is resumed
         self._last_log: tuple[float, int] | None = None  # seconds, tokens
         self._saving_to: str | None = None
         self.tokens_per_second: float | None = None
@@ -81,7 +83,10 @@ class PretrainingTrainer(Trainer):
         self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return 0  # transformers' estimate knows nothing of masked blocks
+        """FLOPs of a step on one process, by formula (`modeling.flops`); padding is computed too."""
+        model = self.accelerator.unwrap_model(self.model)
+        (batch, visible), masked = inputs["visible_ids"].shape, inputs["labels"].shape[1]
+        return round(batch * training_flops(model, visible, masked).total)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -120,10 +125,11 @@ class PretrainingTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; sets `tokens_per_second`: corpus tokens over the time not spent evaluating or saving."""
-        self._idle_seconds, self._last_log, start = 0.0, None, time.perf_counter()
+        self._idle_seconds, self._last_log, self._started = 0.0, None, time.perf_counter()
+        self._seconds_before = None
         output = super().train(*args, **kwargs)
         tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
-        self.tokens_per_second = tokens / (time.perf_counter() - start - self._idle_seconds)
+        self.tokens_per_second = tokens / (time.perf_counter() - self._started - self._idle_seconds)
         return output
 
     def restore(self, checkpoint: str) -> None:
@@ -138,8 +144,15 @@ class PretrainingTrainer(Trainer):
         return self._saving_to or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Writes the checkpoint beside its place, with a manifest, and moves it there: whole or not at all."""
+        """Writes the checkpoint beside its place, with a manifest, and moves it there: whole or not at all.
+
+        Its history ends with the seconds of training until here, without those of evaluating and saving.
+        """
         start = time.perf_counter()
+        if self._seconds_before is None:
+            self._seconds_before = training_seconds(self.state)
+        seconds = self._seconds_before + start - self._started - self._idle_seconds
+        self.state.log_history.append({"step": self.state.global_step, "training_seconds": seconds})
         name = f"checkpoint-{self.state.global_step}"
         final = Path(self.args.output_dir) / name
         staging = Path(self.args.output_dir) / ".incomplete"
@@ -172,6 +185,11 @@ class PretrainingTrainer(Trainer):
             for old in checkpoints(Path(self.args.output_dir))[: -max(limit, 1)]:
                 if str(old) != best:
                     shutil.rmtree(old)
+
+
+def training_seconds(state: TrainerState) -> float:
+    """Seconds of training until the last checkpoint, without those of evaluating and saving; of the whole run."""
+    return next((log["training_seconds"] for log in reversed(state.log_history) if "training_seconds" in log), 0.0)
 
 
 def _metrics(prediction: EvalPrediction) -> dict[str, float]:

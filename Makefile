@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		pytest hypothesis ruff mypy types-PyYAML types-tqdm 'triton; sys_platform == "linux"' -e .
+		pytest hypothesis ruff mypy types-PyYAML types-tqdm 'triton; sys_platform == "linux"' -e '.[evaluate,molecules]'
 	touch $(READY)
 
 # The four objectives on the same English, the same steps, side by side. Needs no network.

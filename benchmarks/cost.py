@@ -18,10 +18,10 @@ import torch
 from mlm_step import MASK, config
 
 from unmask.data.masking import MaskedBatches, MaskedRows, Vocabulary
+from unmask.devices import has_bf16
 from unmask.modeling.flops import training_flops
 from unmask.modeling.pretraining import PretrainingConfig, PretrainingModel
 from unmask.objectives import AT_EQUAL_COST, OBJECTIVES, get_objective
-from unmask.training.arguments import has_bf16
 
 LEFT_OUT = {AT_EQUAL_COST: "as mlm", "mae-lm-no-relative": "as mae-lm; needs MPNet"}
 

@@ -18,9 +18,9 @@ import torch
 import transformers
 from transformers import AutoModelForMaskedLM, BertConfig, ModernBertConfig, PreTrainedConfig
 
+from unmask.devices import has_bf16
 from unmask.modeling.pretraining import PretrainingConfig, PretrainingModel
 from unmask.objectives import get_objective
-from unmask.training.arguments import has_bf16
 
 MASK = 4
 

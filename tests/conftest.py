@@ -3,6 +3,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import random

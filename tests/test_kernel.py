@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
 import numpy as np
 import pytest
 import torch

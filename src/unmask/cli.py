@@ -1,4 +1,4 @@
-"""The command line: unmask objectives | tokenizer | pretrain | compare | fill | export."""
+"""The command line: unmask objectives | tokenizer | pretrain | compare | fill | export | evaluate."""
 
 import argparse
 import itertools
@@ -189,6 +189,68 @@ def _export(argv: list[str]) -> None:
     print(f"{type(model.encoder).__name__} and its tokenizer: {args.output_dir}")
 
 
+EVALUATION_EXAMPLES = """
+examples:
+  unmask evaluate glue runs/mlm runs/mae --tasks cola,rte,sst2 --seeds 5 --data_dir glue
+  unmask evaluate probe runs/mlm runs/mae --tasks sst2,stsb --data_dir glue
+  unmask evaluate moleculenet runs/smiles --tasks bbbp,bace --seeds 3 --data_dir moleculenet
+  unmask evaluate squad runs/mae --data_dir squad
+  unmask evaluate table runs/mae --train train.csv --dev dev.csv --text_column text --label_column label
+  unmask evaluate probe runs/mlm runs/mae --checkpoints --tasks sst2 --data_dir glue     # score against cost
+
+An encoder is a run's folder, a checkpoint that transformers loads, or a Hub name. What is finished is not run again.
+"""
+
+
+def _evaluate(argv: list[str]) -> None:
+    benchmarks = {
+        "glue": "fine-tune on GLUE's tasks",
+        "squad": "fine-tune on SQuAD 2.0",
+        "moleculenet": "fine-tune on MoleculeNet's classification sets, split by scaffold",
+        "table": "fine-tune on a table of your own",
+        "probe": "frozen features and logistic or ridge regression on any of the tasks: minutes",
+    }
+    (benchmark, *encoders), flags = _split(argv) if argv and not argv[0].startswith("-") else ([""], argv)
+    listing = "\n".join(f"  {name:<12} {what}" for name, what in benchmarks.items())
+    if benchmark and benchmark not in benchmarks:
+        raise UserError(f"There is no benchmark '{benchmark}': {nearest(benchmark, benchmarks)}")
+    try:
+        import sklearn  # noqa: F401
+    except ImportError:
+        raise UserError("Evaluation needs scikit-learn: pip install 'unmask[evaluate]'.") from None
+    from transformers import HfArgumentParser
+
+    from unmask.evaluation.benchmark import EvaluationArguments, evaluate
+
+    class Parser(HfArgumentParser):
+        error = _Parser.error
+
+    parser = Parser(
+        EvaluationArguments,
+        prog="unmask evaluate",
+        usage="unmask evaluate BENCHMARK ENCODER [ENCODER ...] [--flag value ...]",
+        description=f"Score encoders by the published protocols. Benchmarks:\n\n{listing}",
+        epilog=EVALUATION_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for action in parser._actions:
+        if any(flag.startswith("--no_") for flag in action.option_strings):
+            action.help = argparse.SUPPRESS
+        elif action.help:
+            action.help = action.help.replace("%", "%%")
+    (arguments,) = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    if not benchmark:
+        raise UserError(f"No benchmark is named: choose one of {', '.join(benchmarks)}.")
+    _quiet()
+    if arguments.checkpoints:
+        from unmask.evaluation.curve import evaluate_checkpoints
+
+        evaluate_checkpoints(benchmark, encoders, arguments)
+    else:
+        evaluate(benchmark, encoders, arguments)
+
+
 def _load_run(run: Path) -> Any:
     """The model of a run's newest complete checkpoint, and its tokenizer."""
     _quiet()
@@ -227,6 +289,7 @@ COMMANDS = {
     "compare": (_compare, "the same data and steps under several objectives, side by side"),
     "objectives": (_objectives, "list the named objectives, and the fields that make each"),
     "fill": (_fill, "predict the [MASK]s of a text"),
+    "evaluate": (_evaluate, "fine-tune and score encoders: GLUE, SQuAD 2.0, MoleculeNet, a table, or by probes"),
     "export": (_export, "write a run's encoder as a stock transformers checkpoint"),
 }
 

@@ -218,10 +218,13 @@ def _refuse_vocabulary(vocab_size: int, needed: int) -> NoReturn:
     )
 
 
-def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name_or_path: str | Path, trust_remote_code: bool = False, needs: tuple[str, ...] = ("mask", "pad")
+) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the Hub.
 
-    Raises `UserError` if it cannot be loaded, or has no mask token to predict at or no pad token to fill batches with.
+    needs: `mask`, to predict at, and `pad`, to fill batches with. Raises `UserError` if it cannot be loaded, or lacks
+    one of them.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
@@ -230,11 +233,11 @@ def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) ->
         raise UserError(
             f"no tokenizer can be loaded from '{name_or_path}' ({reason}): check the folder or the name"
         ) from error
-    for role in ("mask", "pad"):
+    for role in needs:
         if getattr(tokenizer, f"{role}_token_id") is None:
             raise UserError(
-                f"'{name_or_path}' is a tokenizer without [{role.upper()}]: masked pretraining needs its {role}_token; "
-                "choose an encoder's tokenizer or train one"
+                f"'{name_or_path}' is a tokenizer without [{role.upper()}]: an encoder needs its {role}_token; choose "
+                "an encoder's tokenizer or train one"
             )
     return tokenizer
 

@@ -43,6 +43,13 @@ class Settings:
 Rows = dict[str, list[dict[str, list[int]]]]
 
 
+class StockTrainer(Trainer):
+    """The Trainer, with evaluation in the rows' own order: where training groups by length, transformers' would too."""
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler:
+        return torch.utils.data.SequentialSampler(eval_dataset)
+
+
 class _Examples(torch.utils.data.Dataset):
     """Encoded rows with labels; of molecules, if wanted, another SMILES each time they are asked for."""
 
@@ -159,7 +166,7 @@ def finetune(
             progress,
             **({"metric_for_best_model": task.metrics[0], **STOPS_EARLY} if patience else {}),
         )
-        trainer = Trainer(
+        trainer = StockTrainer(
             model=model,
             args=args,
             train_dataset=examples,
@@ -186,7 +193,7 @@ def _eval_labels(task: Task) -> np.ndarray:
     return labels if task.kind == CLASSIFICATION else labels.astype(np.float32)
 
 
-def _predict(trainer: Trainer, rows: list[dict[str, Any]]) -> np.ndarray:
+def _predict(trainer: StockTrainer, rows: list[dict[str, Any]]) -> np.ndarray:
     """Logits [n, outputs]; rows of like length share a batch, so that there is little padding."""
     order = np.argsort([-len(row["input_ids"]) for row in rows], kind="stable")
     predictions = trainer.predict(_Examples([rows[i] for i in order], None)).predictions

@@ -18,14 +18,13 @@ from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
     PrinterCallback,
-    Trainer,
     set_seed,
 )
 
 from unmask.data.tokenizers import boundaries
 from unmask.errors import UserError
 from unmask.evaluation.encoders import Encoder, finite
-from unmask.evaluation.finetune import Settings, training_arguments
+from unmask.evaluation.finetune import Settings, StockTrainer, training_arguments
 from unmask.evaluation.metrics import exact_and_f1, squad
 from unmask.evaluation.tasks import find_file, training_rows
 
@@ -277,7 +276,7 @@ def finetune(encoder: Encoder, data: SquadData, settings: Settings, seed: int, p
         rows.append({**window.inputs, "start_positions": first, "end_positions": last})
     model = encoder.load(AutoModelForQuestionAnswering)
     with tempfile.TemporaryDirectory(prefix="unmask-squad-") as scratch:
-        trainer = Trainer(
+        trainer = StockTrainer(
             model=model,
             args=training_arguments(settings, seed, scratch, progress),
             train_dataset=_Windows(rows),

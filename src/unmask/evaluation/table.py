@@ -93,6 +93,10 @@ def load(
         classes = tuple(
             sorted({str(v).strip() for v in raw[label_columns[0]] if str(v).strip() not in ("", "nan", "None")})
         )
+    if kind == CLASSIFICATION and len(classes) == 1:
+        raise UserError(
+            f"All rows of '{train}' have the label '{classes[0]}': a classifier needs rows of two classes at least."
+        )
     splits = {}
     for split, (path, table) in tables.items():
         texts = list(zip(*(table[column].astype(str) for column in text_columns), strict=True))

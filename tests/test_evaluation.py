@@ -334,7 +334,7 @@ def toy_glue(tmp_path) -> Path:
         write(tmp_path / "glue" / "SST-2" / f"{split}.tsv", "sentence\tlabel", *rows)
         pairs = [f"{text}\t{text}\t{5 * label}" for text, label in zip(texts, labels, strict=True)]
         write(tmp_path / "glue" / "STS-B" / f"{split}.tsv", "sentence1\tsentence2\tscore", *pairs)
-    write(tmp_path / "glue" / "SST-2" / "test.tsv", "index\tsentence", "0\tamber birch", "1\tlagoon birch")
+    write(tmp_path / "glue" / "SST-2" / "test.tsv", "index\tsentence", "0\twrong birch", "1\tright birch")
     return tmp_path / "glue"
 
 

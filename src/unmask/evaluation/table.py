@@ -65,9 +65,9 @@ def load(
         raise UserError(f"{len(text_columns)} text columns are named, but a row is one text or a pair: name 1 or 2.")
     if kind in (CLASSIFICATION, REGRESSION) and len(label_columns) > 1:
         raise UserError(f"kind={kind} takes one label column, but {len(label_columns)} are named.")
+    tables = {"train": (train, read_table(train))}
     if dev is None and split_dev is None:
         raise UserError("No dev table is given: name one with --dev, or cut a share of the rows with --split_dev 0.2.")
-    tables = {"train": (train, read_table(train))}
     if dev is not None:
         tables["dev"] = (dev, read_table(dev))
     for path, table in tables.values():
@@ -90,13 +90,12 @@ def load(
         kind = MULTI_LABEL if len(label_columns) > 1 else _guess(raw[label_columns[0]])
     classes = tuple(label_columns)
     if kind == CLASSIFICATION:
-        classes = tuple(
-            sorted({str(v).strip() for v in raw[label_columns[0]] if str(v).strip() not in ("", "nan", "None")})
-        )
-    if kind == CLASSIFICATION and len(classes) == 1:
-        raise UserError(
-            f"All rows of '{train}' have the label '{classes[0]}': a classifier needs rows of two classes at least."
-        )
+        known_labels = {str(value).strip() for value in raw[label_columns[0]]}
+        classes = tuple(sorted(known_labels - {"", "nan", "None"}))
+        if len(classes) == 1:
+            raise UserError(
+                f"All rows of '{train}' have the label '{classes[0]}': a classifier needs rows of two classes at least."
+            )
     splits = {}
     for split, (path, table) in tables.items():
         texts = list(zip(*(table[column].astype(str) for column in text_columns), strict=True))

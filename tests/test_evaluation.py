@@ -15,10 +15,10 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from unmask.cli import main
 from unmask.errors import UserError
 from unmask.evaluation import benchmark, curve, glue, moleculenet, squad, table
-from unmask.evaluation.encoders import Encoder
 from unmask.evaluation.finetune import Settings, finetune, loss_of
 from unmask.evaluation.probe import Features, probe
 from unmask.evaluation.tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, Split, Task
+from unmask.modeling.stock import Encoder
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ SETTINGS = Settings(learning_rate=2e-3, batch_size=16, epochs=4, max_length=64)
 
 def tuned(encoder_folder: Path, task: Task, seed: int = 1, settings: Settings = SETTINGS) -> np.ndarray:
     encoder = Encoder(str(encoder_folder))
-    rows = {name: encoder.encode(split, settings.max_length, name) for name, split in task.splits.items()}
+    rows = {name: encoder.encode(split.texts, settings.max_length, name) for name, split in task.splits.items()}
     return finetune(encoder, task, rows, settings, seed)["dev"]
 
 
@@ -485,6 +485,6 @@ def test_one_clear_sentence_for_molecules(case, encoder_folder, tmp_path, capsys
 def test_cut_texts_are_counted(encoder_folder, caplog):
     encoder = Encoder(str(encoder_folder))
     with caplog.at_level(logging.WARNING, logger="unmask"):
-        rows = encoder.encode(Split([("amber " * 50,), ("birch",)], None), 16, "toy (dev)")
+        rows = encoder.encode([("amber " * 50,), ("birch",)], 16, "toy (dev)")
     assert "toy (dev): 1 of 2 texts cut to 16 tokens" in caplog.text
     assert len(rows[0]["input_ids"]) == 16

@@ -26,11 +26,11 @@ from unmask import __version__
 from unmask.errors import UserError
 from unmask.evaluation import glue, moleculenet, squad, table
 from unmask.evaluation.compare import Difference, paired_bootstrap
-from unmask.evaluation.encoders import Encoder
 from unmask.evaluation.finetune import Settings, finetune
 from unmask.evaluation.metrics import score
 from unmask.evaluation.probe import Features, probe
 from unmask.evaluation.tasks import Task, choose
+from unmask.modeling.stock import Encoder
 
 logger = logging.getLogger("unmask")
 
@@ -275,7 +275,7 @@ class _Runner:
         else:
             if self._prepared is None:
                 splits = task.splits.items()
-                self._prepared = {n: self.encoder.encode(s, length, f"{task.name} ({n})") for n, s in splits}
+                self._prepared = {n: self.encoder.encode(s.texts, length, f"{task.name} ({n})") for n, s in splits}
             predictions = finetune(self.encoder, task, self._prepared, settings, seed, progress)
         scores = {}
         for name in task.scored_splits():

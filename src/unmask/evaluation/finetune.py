@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from unmask.devices import trainer_defaults
-from unmask.evaluation.encoders import Encoder, finite
 from unmask.evaluation.metrics import score
 from unmask.evaluation.moleculenet import random_smiles
 from unmask.evaluation.tasks import CLASSIFICATION, REGRESSION, Split, Task, training_rows
+from unmask.modeling.stock import Encoder, finite
 
 
 @dataclass(frozen=True)

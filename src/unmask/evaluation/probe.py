@@ -1,7 +1,7 @@
 """Probing: frozen features and logistic or ridge regression, minutes where fine-tuning takes hours.
 
-A text's features are mean and maximum over its tokens of the embeddings and of the middle and the last layer's hidden
-states; a pair's are |u - v| and u·v of both texts, each encoded by itself (InferSent's), standardised by the train
+A text's features are the mean over its tokens of the embeddings and of the middle and the last layer's hidden states; a
+pair's are |u - v| and u·v of both texts, each encoded by itself (InferSent's), standardised by the train
 split. Regularisation is chosen by cross-validation in the train split.
 """
 
@@ -17,8 +17,8 @@ from sklearn.preprocessing import StandardScaler
 from transformers import AutoModel, DataCollatorWithPadding
 
 from unmask.devices import device
-from unmask.evaluation.encoders import Encoder, finite
 from unmask.evaluation.tasks import CLASSIFICATION, REGRESSION, Split, Task, training_rows
+from unmask.modeling.stock import Encoder, finite
 
 logger = logging.getLogger("unmask")
 
@@ -39,14 +39,14 @@ class Features:
         """[n, f] float32 of each text, for pairs of the first and of the second (name: what a warning calls it)."""
         texts = sorted({text for row in split.texts for text in row if text not in self.known})
         if texts:
-            singles = Split([(text,) for text in texts], None)
-            self.known |= zip(texts, self._pooled(self.encoder.encode(singles, self.max_length, name)), strict=True)
+            encoded = self.encoder.encode([(text,) for text in texts], self.max_length, name)
+            self.known |= zip(texts, self._pooled(encoded), strict=True)
         columns = zip(*split.texts, strict=True)
         return [finite(np.stack([self.known[text] for text in column]), name) for column in columns]
 
     @torch.no_grad()
     def _pooled(self, rows: list[dict[str, Any]]) -> np.ndarray:
-        """[n, 6 d]: mean and maximum over all tokens, boundaries included, of three layers."""
+        """[n, 3 d]: the mean over all tokens, boundaries included, of three layers."""
         collate = DataCollatorWithPadding(self.encoder.tokenizer)
         order = np.argsort([-len(row["input_ids"]) for row in rows], kind="stable")
         pooled: list[Any] = [None] * len(rows)
@@ -57,8 +57,7 @@ class Features:
             hidden = torch.stack([layers[0], layers[len(layers) // 2], output.last_hidden_state], dim=1).float()
             mask = batch["attention_mask"][:, None, :, None].bool()
             mean = (hidden * mask).sum(2) / mask.sum(2)
-            peak = hidden.masked_fill(~mask, -torch.inf).amax(2)
-            for i, features in zip(chosen, torch.cat([mean, peak], dim=1).flatten(1).cpu().numpy(), strict=True):
+            for i, features in zip(chosen, mean.flatten(1).cpu().numpy(), strict=True):
                 pooled[i] = features
         return np.stack(pooled)
 

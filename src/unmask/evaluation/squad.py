@@ -23,10 +23,10 @@ from transformers import (
 
 from unmask.data.tokenizers import boundaries
 from unmask.errors import UserError
-from unmask.evaluation.encoders import Encoder, finite
 from unmask.evaluation.finetune import Settings, StockTrainer, training_arguments
 from unmask.evaluation.metrics import exact_and_f1, squad
 from unmask.evaluation.tasks import find_file, training_rows
+from unmask.modeling.stock import Encoder, finite
 
 LONGEST_QUESTION = 64  # tokens; what is longer is cut (BERT's)
 LONGEST_ANSWER = 30  # tokens

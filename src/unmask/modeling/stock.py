@@ -1,6 +1,7 @@
-"""The encoder that is scored: any checkpoint that transformers loads, with its tokenizer."""
+"""A finished encoder to score or to look at: any checkpoint that transformers loads, with its tokenizer."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedToken
 
 from unmask.data.tokenizers import load_tokenizer, prepared
 from unmask.errors import UserError
-from unmask.evaluation.tasks import Split
 
 logger = logging.getLogger("unmask")
 
@@ -70,9 +70,12 @@ class Encoder:
                 f"'{self.name}' cannot be loaded by {auto.__name__} ({reason}): choose a checkpoint that it takes."
             ) from error
 
-    def encode(self, split: Split, max_length: int, name: str) -> list[dict[str, list[int]]]:
-        """Each text, or pair, as `input_ids` and what else the tokenizer gives; how many were cut is said."""
-        columns = [[prepared(self.tokenizer, text) for text in column] for column in zip(*split.texts, strict=True)]
+    def encode(self, texts: Sequence[tuple[str, ...]], max_length: int, name: str) -> list[dict[str, list[int]]]:
+        """Each text, or pair, as `input_ids` and what else the tokenizer gives; how many were cut is said.
+
+        name: what the sentence calls them.
+        """
+        columns = [[prepared(self.tokenizer, text) for text in column] for column in zip(*texts, strict=True)]
         encoded = self.tokenizer(*columns, truncation=False, verbose=False)
         long = [row for row, ids in enumerate(encoded["input_ids"]) if len(ids) > max_length]
         if long:
@@ -80,7 +83,7 @@ class Encoder:
             for key, values in cut.items():
                 for row, value in zip(long, values, strict=True):
                     encoded[key][row] = value
-            logger.warning("%s: %d of %d texts cut to %d tokens.", name, len(long), len(split.texts), max_length)
+            logger.warning("%s: %d of %d texts cut to %d tokens.", name, len(long), len(texts), max_length)
         if any(len(ids) == 0 for ids in encoded["input_ids"]):
             raise UserError(f"{name}: the tokenizer makes nothing of some texts; leave empty texts out.")
         keys = list(encoded)

@@ -1,0 +1,291 @@
+"""How many dimensions representations use (MAE-LM §3): effective rank by layer, of real tokens and of [MASK].
+
+A layer's representations X [n, d] have singular values σ_1 >= σ_2 >= ...; with p = σ / Σσ and λ = σ²
+
+    effective rank r_τ     the fewest σ whose sum reaches τ of the total (τ = 0.9; MAE-LM, definition in §3)
+    entropy rank           exp(-Σ p log p)                            (Roy & Vetterli, 2007)
+    participation ratio    (Σλ)² / Σλ²
+    stable rank            Σλ / λ_1
+
+Nothing of n rows is held: a d x d moment matrix, float32 products added into float64, has the σ as square roots of its
+eigenvalues. What lies below the rounding of those products (λ < 10^-7 λ_1) counts as zero.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel
+
+from unmask.data.tokenizers import boundaries, prepared
+from unmask.devices import device
+from unmask.errors import UserError
+from unmask.modeling.stock import Encoder
+
+logger = logging.getLogger("unmask")
+
+ROUNDING = 1e-7
+GROUPS = 40  # of sequences, for the bootstrap
+RESAMPLES = 50
+MASK_RATIO = 0.15
+
+
+def effective_rank(matrix: Tensor | np.ndarray, tau: float = 0.9) -> int:
+    """r_τ of a matrix [n, d]: the fewest singular values whose sum reaches τ of their total; 0 for a zero matrix."""
+    return rank_at(np.linalg.svd(np.asarray(matrix, dtype=np.float64), compute_uv=False), tau)
+
+
+def rank_at(singular_values: np.ndarray, tau: float = 0.9) -> int:
+    """r_τ from singular values, in any order. Raises `ValueError` for a τ outside (0, 1]."""
+    if not 0 < tau <= 1:
+        raise ValueError(f"tau is {tau}, but must lie in (0, 1].")
+    total = singular_values.sum()
+    if total == 0:
+        return 0
+    summed = np.cumsum(np.sort(singular_values)[::-1])
+    return int(np.searchsorted(summed, tau * total * (1 - 1e-12)) + 1)
+
+
+class Measures(NamedTuple):
+    """The four ranks of one spectrum."""
+
+    effective_rank: float
+    entropy_rank: float
+    participation_ratio: float
+    stable_rank: float
+
+
+def measures(singular_values: np.ndarray, tau: float = 0.9) -> Measures:
+    """All four from singular values; zeros for a zero matrix."""
+    positive = singular_values[singular_values > 0]
+    if not len(positive):
+        return Measures(0, 0.0, 0.0, 0.0)
+    share, power = positive / positive.sum(), positive**2
+    entropy = float(np.exp(-(share * np.log(share)).sum()))
+    ratio = float(power.sum() ** 2 / (power**2).sum())
+    return Measures(rank_at(singular_values, tau), entropy, ratio, float(power.sum() / power.max()))
+
+
+def singular_values(moment: np.ndarray) -> np.ndarray:
+    """The singular values [d] of X from its moment matrix XᵀX [d, d], descending."""
+    eigenvalues = np.linalg.eigvalsh(moment)[::-1]
+    return np.sqrt(np.where(eigenvalues > ROUNDING * max(eigenvalues[0], 0.0), eigenvalues, 0.0))
+
+
+@dataclass
+class Moments:
+    """Σ x xᵀ, Σ x and the count of rows x [d], in groups that a bootstrap draws from."""
+
+    size: int
+    groups: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
+    """Of each finished group: Σ x xᵀ as its upper triangle in float32, Σ x, and the count."""
+    total: np.ndarray = field(init=False)
+    """[d, d] float64, of all finished groups."""
+
+    def __post_init__(self) -> None:
+        self.total = np.zeros((self.size, self.size))
+        self._start_group()
+
+    def _start_group(self) -> None:
+        self._moment, self._sum, self._count = np.zeros((self.size, self.size)), np.zeros(self.size), 0
+
+    @property
+    def count(self) -> int:
+        return sum(count for _, _, count in self.groups)
+
+    def add(self, rows: Tensor) -> None:
+        """Adds rows [n, d] of any floating type to the group at hand."""
+        rows = rows.float()
+        self._moment += (rows.T @ rows).cpu().numpy()
+        self._sum += rows.sum(0, dtype=torch.float64).cpu().numpy()
+        self._count += len(rows)
+
+    def end_group(self) -> None:
+        """What was added since the last call becomes a group."""
+        self.total += self._moment
+        triangle = self._moment[np.triu_indices(self.size)].astype(np.float32)
+        self.groups.append((triangle, self._sum, self._count))
+        self._start_group()
+
+    def moment(self, centred: bool = False) -> np.ndarray:
+        """Σ x xᵀ [d, d], about the mean if centred."""
+        return self.total - self._about_mean(np.ones(len(self.groups))) if centred else self.total
+
+    def resampled(self, rng: np.random.Generator, centred: bool = False) -> np.ndarray:
+        """The same of groups drawn with replacement."""
+        n = len(self.groups)
+        weights = np.bincount(rng.integers(n, size=n), minlength=n)
+        triangle = sum(w * part[0] for w, part in zip(weights, self.groups, strict=True) if w)
+        whole = np.zeros((self.size, self.size))
+        whole[np.triu_indices(self.size)] = triangle
+        whole += np.triu(whole, 1).T
+        return whole - self._about_mean(weights) if centred else whole
+
+    def _about_mean(self, weights: np.ndarray) -> np.ndarray:
+        summed = sum(w * part[1] for w, part in zip(weights, self.groups, strict=True))
+        return np.outer(summed, summed) / max(sum(w * part[2] for w, part in zip(weights, self.groups, strict=True)), 1)
+
+
+def joined(first: Moments, second: Moments) -> Moments:
+    """Both together, group by group."""
+    both = Moments(
+        first.size, [(a + d, b + e, c + f) for (a, b, c), (d, e, f) in zip(first.groups, second.groups, strict=True)]
+    )
+    both.total = first.total + second.total
+    return both
+
+
+class Overlap(NamedTuple):
+    """How the subspace of [MASK] lies to that of real tokens, each spanned by its first r_τ directions."""
+
+    unused_variance: float
+    """Share of the [MASK] representations' variance (about zero) outside the real tokens' subspace."""
+    angles: list[float]
+    """Principal angles in degrees, ascending."""
+
+
+def overlap(mask: np.ndarray, real: np.ndarray, tau: float = 0.9) -> Overlap:
+    """From the moment matrices [d, d] of both."""
+    bases = []
+    for moment in (mask, real):
+        values, vectors = np.linalg.eigh(moment)
+        rank = rank_at(np.sqrt(np.clip(values, 0, None)), tau)
+        bases.append(vectors[:, ::-1][:, :rank])
+    inside = np.trace(bases[1].T @ mask @ bases[1]) / np.trace(mask)
+    cosines = np.linalg.svd(bases[0].T @ bases[1], compute_uv=False)
+    return Overlap(float(np.clip(1 - inside, 0, 1)), np.degrees(np.arccos(np.clip(cosines, -1, 1))).tolist())
+
+
+KINDS = ("plain", "real", "mask", "all")
+"""Real tokens of the text without [MASK]; with 15% [MASK]: its real tokens, its [MASK]s, both."""
+
+
+@dataclass
+class RankAnalysis:
+    """By layer (0: embeddings) and kind: the measures, their standard error over groups, and the overlap."""
+
+    model: str
+    tokens: int
+    tau: float
+    centred: bool
+    layers: list[dict[str, Any]]
+
+
+def batches_of(
+    encoder: Encoder, texts: Iterable[str], max_tokens: int, max_length: int, batch_size: int
+) -> Iterator[np.ndarray]:
+    """Batches [B, L] of full sequences of a corpus, documents joined; the rest that fills no sequence is left out.
+
+    Raises `UserError` where the text does not fill one sequence.
+    """
+    tokenizer = encoder.tokenizer
+    start, end = ([] if i is None else [i] for i in boundaries(tokenizer))
+    inner = max_length - len(start) - len(end)
+    waiting: list[int] = []
+    rows: list[list[int]] = []
+    done = 0
+    for text in texts:
+        waiting += tokenizer(prepared(tokenizer, text), add_special_tokens=False, verbose=False)["input_ids"]
+        while len(waiting) >= inner and done < max_tokens:
+            rows.append([*start, *waiting[:inner], *end])
+            waiting = waiting[inner:]
+            done += max_length
+            if len(rows) == batch_size:
+                yield np.array(rows)
+                rows = []
+        if done >= max_tokens:
+            break
+    if not done:
+        raise UserError(
+            f"The text has {len(waiting)} tokens, but one sequence of {encoder.name} is {max_length}: give more text, or "
+            "a smaller max_length."
+        )
+    if rows:
+        yield np.array(rows)
+
+
+def analyse(
+    encoder: Encoder,
+    texts: Iterable[str],
+    *,
+    tau: float = 0.9,
+    centred: bool = False,
+    max_tokens: int = 200_000,
+    max_length: int = 128,
+    batch_size: int = 32,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> RankAnalysis:
+    """Ranks of every layer of an encoder on a text, once as it is and once with 15% of its tokens as [MASK].
+
+    Boundary tokens count as real ones. Raises `UserError` for an encoder without a [MASK] or hidden states, a text that
+    is too short, and activations that are not finite, by layer.
+    """
+    if encoder.tokenizer.mask_token_id is None:
+        raise UserError(f"'{encoder.name}' has a tokenizer without [MASK], so there is nothing to compare with.")
+    model = encoder.load(AutoModel).eval().to(device())
+    length = encoder.max_length(max_length)
+    batches = list(batches_of(encoder, texts, max_tokens, length, batch_size))
+    size = max(1, -(-len(batches) // GROUPS))
+    found: list[dict[str, Moments]] = []
+    rng = np.random.default_rng(seed)
+    special = np.isin(np.arange(max(len(encoder.tokenizer), 1)), encoder.tokenizer.all_special_ids)
+    for number, ids in enumerate(batches):
+        masked = np.zeros(ids.shape, dtype=bool)
+        for row, chosen in zip(ids, masked, strict=True):
+            candidates = np.flatnonzero(~special[row])
+            chosen[rng.permutation(candidates)[: max(1, round(MASK_RATIO * len(candidates)))]] = True
+        at_mask = torch.from_numpy(masked).to(model.device)
+        for kind_input in ("plain", "masked"):
+            inputs = ids if kind_input == "plain" else np.where(masked, encoder.tokenizer.mask_token_id, ids)
+            for layer, hidden in enumerate(hidden_states(model, inputs, encoder.name)):
+                if layer == len(found):
+                    found.append({kind: Moments(hidden.shape[-1]) for kind in KINDS[:3]})
+                if kind_input == "plain":
+                    found[layer]["plain"].add(hidden.flatten(0, 1))
+                else:
+                    found[layer]["real"].add(hidden[~at_mask])
+                    found[layer]["mask"].add(hidden[at_mask])
+        if number % size == size - 1 or number == len(batches) - 1:
+            for moments in found:
+                for each in moments.values():
+                    each.end_group()
+    tokens = sum(ids.size for ids in batches)
+    layers = [_summary(moments, tau, centred, resamples) for moments in found]
+    return RankAnalysis(encoder.name, tokens, tau, centred, layers)
+
+
+@torch.no_grad()
+def hidden_states(model: PreTrainedModel, ids: np.ndarray, name: str) -> Sequence[Tensor]:
+    """Hidden states [B, L, d] of the embeddings and of each layer, the last one as the model gives it.
+
+    Raises `UserError` for a model that gives none, or that are not finite.
+    """
+    batch = torch.from_numpy(ids).to(model.device)
+    output = model(input_ids=batch, attention_mask=torch.ones_like(batch), output_hidden_states=True)
+    layers = getattr(output, "hidden_states", None)
+    if layers is None:
+        raise UserError(f"{type(model).__name__} ('{name}') gives no hidden states: choose an encoder that does.")
+    layers = [*layers[:-1], output.last_hidden_state]
+    for layer, hidden in enumerate(layers):
+        if not torch.isfinite(hidden).all():
+            raise UserError(f"'{name}': the activations of layer {layer} are not finite: check its weights.")
+    return layers
+
+
+def _summary(moments: dict[str, Moments], tau: float, centred: bool, resamples: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"size": moments["real"].size}
+    for kind, each in {**moments, "all": joined(moments["real"], moments["mask"])}.items():
+        spectrum = singular_values(each.moment(centred))
+        rng, drawn = np.random.default_rng(0), []
+        if len(each.groups) > 1:
+            drawn = [rank_at(singular_values(each.resampled(rng, centred)), tau) for _ in range(resamples)]
+        error = float(np.std(drawn, ddof=1)) if len(drawn) > 1 else float("nan")
+        own = measures(spectrum, tau)._asdict()
+        row[kind] = {**own, "standard_error": error, "tokens": each.count, "spectrum": spectrum.tolist()}
+    row["overlap"] = overlap(moments["mask"].total, moments["real"].total, tau)._asdict()
+    return row

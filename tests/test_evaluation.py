@@ -128,7 +128,7 @@ def test_probe_encodes_what_is_asked_for_once(encoder_folder, monkeypatch):
     asked = []
     encode = Encoder.encode
     monkeypatch.setattr(
-        Encoder, "encode", lambda self, split, *a: asked.extend(t for (t,) in split.texts) or encode(self, split, *a)
+        Encoder, "encode", lambda self, texts, *a: asked.extend(t for (t,) in texts) or encode(self, texts, *a)
     )
     features, task = Features(Encoder(str(encoder_folder)), 64), task_of(CLASSIFICATION)
     for seed in (1, 2):

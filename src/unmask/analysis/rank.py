@@ -201,8 +201,8 @@ def batches_of(
             break
     if not done:
         raise UserError(
-            f"The text has {len(waiting)} tokens, but one sequence of {encoder.name} is {max_length}: give more text, or "
-            "a smaller max_length."
+            f"The text has {len(waiting)} tokens, but one sequence of {encoder.name} is {max_length}: give more "
+            "text, or a smaller max_length."
         )
     if rows:
         yield np.array(rows)

@@ -11,8 +11,10 @@ import torch
 import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import AutoModel
 
 from unmask import pretrain
+from unmask.analysis.rank import effective_rank
 from unmask.data.corpus import open_corpus
 from unmask.data.masking import MaskedRows, Vocabulary
 from unmask.data.packing import Blocks, tokenize
@@ -20,6 +22,7 @@ from unmask.data.tokenizers import load_tokenizer, train_tokenizer
 from unmask.errors import UserError
 from unmask.objectives import Objective
 from unmask.training import trainer
+from unmask.training.callbacks import RankCallback
 from unmask.training.trainer import checkpoints, find_checkpoint, is_complete, newest_complete
 
 SMALL = {
@@ -225,6 +228,28 @@ def test_resume_is_exact(settings, tmp_path):
     assert len(seconds) == -(-state["global_step"] // 4)  # one for each checkpoint, none for what was lost
     assert 0 < seconds[0] < seconds[-1] == metrics[1]["training_seconds"]
     assert seconds == sorted(seconds)
+
+
+def test_the_rank_of_real_tokens_is_logged_at_every_evaluation(settings):
+    metrics = pretrain(**settings, max_steps=4, eval_steps=2, save_steps=2)
+    output = Path(settings["output_dir"])
+    state = json.loads((newest_complete(output) / "trainer_state.json").read_text())
+    logged = [log["real_token_rank"] for log in state["log_history"] if "real_token_rank" in log]
+    assert len(logged) == len([log for log in state["log_history"] if "eval_loss" in log]) == 2
+    model = AutoModel.from_pretrained(output / "encoder").eval()
+    assert 1 < logged[-1] <= model.config.hidden_size
+    assert metrics["steps"] == 4
+
+
+def test_rank_callback_is_the_effective_rank():
+    hidden = torch.randn(40, 8, 16, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 2, 16)
+    logs = []
+    callback = RankCallback(torch.arange(40)[:, None], lambda ids: hidden[ids[:, 0]], logs.append)
+    model = torch.nn.Linear(1, 1).train()
+    model.device = torch.device("cpu")
+    callback.on_evaluate(None, None, None, model=model)
+    assert logs == [{"real_token_rank": effective_rank(hidden.flatten(0, 1))}]
+    assert model.training
 
 
 def test_damaged_checkpoints_are_seen(settings, tmp_path):

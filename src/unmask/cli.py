@@ -1,4 +1,4 @@
-"""The command line: unmask objectives | tokenizer | pretrain | compare | fill | export | evaluate."""
+"""The command line: unmask objectives | tokenizer | pretrain | compare | fill | export | evaluate | analyze."""
 
 import argparse
 import itertools
@@ -251,6 +251,89 @@ def _evaluate(argv: list[str]) -> None:
         evaluate(benchmark, encoders, arguments)
 
 
+ANALYSES = {
+    "rank": "effective rank of real tokens and of [MASK], by layer (MAE-LM)",
+    "entropy": "how multimodal the predictions at masked positions are (ExLM)",
+    "corruption": "trains Repeated MLM over a grid of unreal tokens and corrupted semantics (ExLM)",
+    "lattice": "states, transitions and the best path of a text, as a picture (ExLM)",
+    "report": "all of it as one HTML file",
+}
+
+
+def _analyze(argv: list[str]) -> None:
+    (analysis, *names), flags = _split(argv) if argv and not argv[0].startswith("-") else (["", ""], argv)
+    if analysis == "corruption":
+        _corruption(flags)
+        return
+    listing = "\n".join(f"  {name:<11} {what}" for name, what in ANALYSES.items())
+    parser = _Parser(
+        prog="unmask analyze",
+        usage="unmask analyze ANALYSIS MODEL [MODEL ...] --data TEXT [--flag value ...]",
+        description=f"What [MASK] does to a model: a run, a checkpoint for transformers, or a Hub name.\n\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--data", nargs="+", help="Text, as for `unmask pretrain`.")
+    parser.add_argument("--text_column", help="Column that holds the text.")
+    parser.add_argument("--tau", type=float, default=0.9, help="rank: share of the singular values' sum. Default: 0.9.")
+    parser.add_argument("--centred", action="store_true", help="rank: about the mean.")
+    parser.add_argument("--max_tokens", type=int, default=200_000, help="rank: tokens that are read. Default: 200,000.")
+    parser.add_argument("--max_sequences", type=int, default=256, help="entropy: sequences. Default: 256.")
+    parser.add_argument("--max_length", type=int, default=128, help="Tokens of a sequence. Default: 128.")
+    parser.add_argument("--batch_size", type=int, default=32, help="Sequences at a time. Default: 32.")
+    parser.add_argument("--seed", type=int, default=0, help="Of the masks. Default: 0.")
+    parser.add_argument("--text", help="report: a text with [MASK]s, for the lattice of each ExLM run.")
+    parser.add_argument("--corruption", type=Path, help="report: corruption.json of `unmask analyze corruption`.")
+    parser.add_argument("--output_dir", type=Path, default=Path("analysis"), help="Where files go. Default: analysis.")
+    parser.add_argument("--output", type=Path, help="lattice: picture (.svg, .png); report: the HTML file.")
+    parser.add_argument("--trust_remote_code", action="store_true", help="Run code that a Hub repository brings along.")
+    args = parser.parse_args(flags)
+    if analysis not in ANALYSES:
+        raise UserError(f"There is no analysis '{analysis}': {nearest(analysis, ANALYSES)}")
+    if not names:
+        raise UserError(
+            f"No model is named: give a run, a folder or a Hub name, as in `unmask analyze {analysis} runs/mae`."
+        )
+    if not 0 < args.tau <= 1:
+        raise UserError(f"tau is {args.tau}, but must lie in (0, 1], for example 0.9.")
+    _quiet()
+    from unmask.experiments import analyses
+
+    getattr(analyses, analysis)(names, args)
+
+
+def _corruption(flags: list[str]) -> None:
+    own = _Parser(add_help=False, allow_abbrev=False)
+    own.add_argument("--cells", nargs="+", default=[], help="p,k pairs, as in 0.15,1 0.387,2.")
+    own.add_argument("--probe_tasks", help="Tasks that score each encoder, as in sst2,stsb.")
+    own.add_argument("--probe_data_dir", help="Folder of those tasks' files.")
+    given, rest = own.parse_known_args(flags)
+    description = (
+        "Repeated MLM: one pretraining for each p,k of --cells (p: share of copies masked, k: copies of each token), "
+        "then a probe of each encoder with --probe_tasks and --probe_data_dir. Other flags: `unmask pretrain`'s."
+    )
+    values = _pretraining_values("unmask analyze corruption --cells P,K ...", rest, description)
+    _quiet()
+    from unmask.experiments import corruption
+
+    try:
+        cells = [(float(p), int(k)) for p, k in (cell.split(",") for cell in given.cells)]
+    except ValueError:
+        raise UserError(f"--cells {' '.join(given.cells)} cannot be read: write p,k pairs, as in 0.15,1.") from None
+    probes = None
+    if given.probe_tasks:
+        from unmask.evaluation.benchmark import EvaluationArguments
+
+        probes = EvaluationArguments(
+            tasks=given.probe_tasks,
+            data_dir=given.probe_data_dir,
+            seeds=3,
+            max_train_samples=5000,
+            output_dir=str(Path(values.get("output_dir") or "", "probes")),
+        )
+    corruption.corruption(cells or corruption.CELLS, probes, **values)
+
+
 def _load_run(run: Path) -> Any:
     """The model of a run's newest complete checkpoint, and its tokenizer."""
     _quiet()
@@ -290,6 +373,7 @@ COMMANDS = {
     "objectives": (_objectives, "list the named objectives, and the fields that make each"),
     "fill": (_fill, "predict the [MASK]s of a text"),
     "evaluate": (_evaluate, "fine-tune and score encoders: GLUE, SQuAD 2.0, MoleculeNet, a table, or by probes"),
+    "analyze": (_analyze, "what [MASK] does to a model: rank, entropy, corruption, lattice, a report"),
     "export": (_export, "write a run's encoder as a stock transformers checkpoint"),
 }
 

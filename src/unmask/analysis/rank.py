@@ -11,8 +11,7 @@ Nothing of n rows is held: a d x d moment matrix, float32 products added into fl
 eigenvalues. What lies below the rounding of those products (λ < 10^-7 λ_1) counts as zero.
 """
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,12 +20,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
-from unmask.data.tokenizers import boundaries, prepared
+from unmask.data.packing import sequences
 from unmask.devices import device
 from unmask.errors import UserError
 from unmask.modeling.stock import Encoder
-
-logger = logging.getLogger("unmask")
 
 ROUNDING = 1e-7
 GROUPS = 40  # of sequences, for the bootstrap
@@ -175,39 +172,6 @@ class RankAnalysis:
     layers: list[dict[str, Any]]
 
 
-def batches_of(
-    encoder: Encoder, texts: Iterable[str], max_tokens: int, max_length: int, batch_size: int
-) -> Iterator[np.ndarray]:
-    """Batches [B, L] of full sequences of a corpus, documents joined; the rest that fills no sequence is left out.
-
-    Raises `UserError` where the text does not fill one sequence.
-    """
-    tokenizer = encoder.tokenizer
-    start, end = ([] if i is None else [i] for i in boundaries(tokenizer))
-    inner = max_length - len(start) - len(end)
-    waiting: list[int] = []
-    rows: list[list[int]] = []
-    done = 0
-    for text in texts:
-        waiting += tokenizer(prepared(tokenizer, text), add_special_tokens=False, verbose=False)["input_ids"]
-        while len(waiting) >= inner and done < max_tokens:
-            rows.append([*start, *waiting[:inner], *end])
-            waiting = waiting[inner:]
-            done += max_length
-            if len(rows) == batch_size:
-                yield np.array(rows)
-                rows = []
-        if done >= max_tokens:
-            break
-    if not done:
-        raise UserError(
-            f"The text has {len(waiting)} tokens, but one sequence of {encoder.name} is {max_length}: give more "
-            "text, or a smaller max_length."
-        )
-    if rows:
-        yield np.array(rows)
-
-
 def analyse(
     encoder: Encoder,
     texts: Iterable[str],
@@ -229,7 +193,8 @@ def analyse(
         raise UserError(f"'{encoder.name}' has a tokenizer without [MASK], so there is nothing to compare with.")
     model = encoder.load(AutoModel).eval().to(device())
     length = encoder.max_length(max_length)
-    batches = list(batches_of(encoder, texts, max_tokens, length, batch_size))
+    rows = list(sequences(texts, encoder.tokenizer, length, -(-max_tokens // length)))
+    batches = [np.stack(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
     size = max(1, -(-len(batches) // GROUPS))
     found: list[dict[str, Moments]] = []
     rng = np.random.default_rng(seed)

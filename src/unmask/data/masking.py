@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from unmask.data.tokenizers import boundaries, prepared
+from unmask.errors import UserError
 from unmask.objectives import Objective
 
 SPAN_STOP, SPAN_LONGEST = 0.2, 10  # SpanBERT: lengths ~ Geometric(0.2), at most 10 tokens
@@ -202,6 +204,27 @@ class MaskedBatches:
             if (sizes != sizes[0]).any():
                 batch[mask] = torch.arange(batch[block].shape[1]) < sizes[:, None]
         return batch
+
+
+def text_batch(
+    tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, expand_anchors: bool = False
+) -> dict[str, torch.Tensor]:
+    """A text with [MASK]s as a masked batch of one sequence, without labels. Raises `UserError` if it cannot be one."""
+    start, end = boundaries(tokenizer)  # as in pretraining, whether or not the tokenizer itself adds them
+    inner = tokenizer(prepared(tokenizer, text), add_special_tokens=False)["input_ids"]
+    ids = np.array([*([start] if start is not None else []), *inner, *([end] if end is not None else [])])
+    masked = np.flatnonzero(ids == tokenizer.mask_token_id)
+    if not len(masked):
+        raise UserError(
+            f"The text holds no {tokenizer.mask_token}: write {tokenizer.mask_token} where a token is missing."
+        )
+    if len(ids) > max_length:
+        raise UserError(f"The text has {len(ids)} tokens but the model was trained on {max_length}: shorten it.")
+    if len(masked) == len(ids):
+        raise UserError(f"The text holds nothing but {tokenizer.mask_token}: give some of what stands around it.")
+    batch = MaskedBatches(tokenizer.pad_token_id)([masked_example(ids, masked, ids[masked], expand_anchors)])
+    del batch["labels"]
+    return batch
 
 
 def _stack(arrays: Sequence[np.ndarray], padding: int) -> torch.Tensor:

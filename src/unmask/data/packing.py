@@ -293,3 +293,29 @@ def _between_boundaries(tokens: Tokens, ids: np.ndarray) -> np.ndarray:
     start = [] if tokens.start is None else [tokens.start]
     end = [] if tokens.end is None else [tokens.end]
     return np.concatenate([start, ids, end]).astype(np.int64)
+
+
+def sequences(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, most: int
+) -> Iterator[np.ndarray]:
+    """The first full sequences [length] of documents joined, with boundary tokens, at most `most` of them.
+
+    What fills no sequence is left out. Raises `UserError` where there is not enough text for one.
+    """
+    start, end = ([] if i is None else [i] for i in boundaries(tokenizer))
+    inner = length - len(start) - len(end)
+    waiting: list[int] = []
+    done = 0
+    for document in documents:
+        if done == most:
+            return
+        waiting += tokenizer(prepared(tokenizer, document), add_special_tokens=False, verbose=False)["input_ids"]
+        while len(waiting) >= inner and done < most:
+            yield np.array([*start, *waiting[:inner], *end])
+            waiting = waiting[inner:]
+            done += 1
+    if not done:
+        raise UserError(
+            f"The text has {len(waiting)} tokens, but one sequence has {length}: give more text, or a smaller "
+            "max_length."
+        )

@@ -192,6 +192,12 @@ def prepared(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return overlapping(text, k) if k else text
 
 
+def shown(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """A token as text; white space, which would not be seen, as it is written in code."""
+    text = tokenizer.decode([token])
+    return text.strip() or repr(text)
+
+
 KINDS: dict[str, Callable[[Iterator[str], int, bool], Tokenizer]] = {
     "bpe": _bpe,
     "wordpiece": _wordpiece,

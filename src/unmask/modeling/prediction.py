@@ -10,11 +10,12 @@ are proper distributions, Z⁰ being the mass of all paths with nothing to emit.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unmask.alignment import best_path, log_likelihood, posteriors, single_label
+from unmask.alignment import best_path, log_likelihood, path_entropy, posteriors, single_label
 from unmask.modeling.pretraining import PretrainingModel
 from unmask.modeling.vertices import Vertices
 
@@ -27,7 +28,11 @@ def predict(model: PretrainingModel, **batch: Tensor) -> Iterator[tuple[Tensor, 
 
     rows index the flattened [B x m] masked positions; labels are not looked at.
     """
-    states = _states(model, batch)
+    yield from _predictions(model, _states(model, batch), batch)
+
+
+def _predictions(model: PretrainingModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """`predict` from hidden states."""
     if not model.objective.aligned:
         k = model.objective.states
         flat = states.flatten(0, 1).unflatten(0, (-1, k))
@@ -48,23 +53,45 @@ def predict_jointly(model: PretrainingModel, **batch: Tensor) -> Tensor:
 
     With one state, the argmax at each; with k, the tokens along the best path, each vertex on it emitting its best.
     """
-    states = _states(model, batch)
     if not model.objective.aligned:
-        own = states.unflatten(1, (-1, model.objective.states))
+        own = _states(model, batch).unflatten(1, (-1, model.objective.states))
         return torch.stack([_one_by_one(model, x).argmax(-1) for x in own])
+    graph = graph_of(model, **batch)
+    ends = int(graph.vertices.silent_ends)
+    target = graph.vertices.emitting(graph.best_path) - ends
+    on_path = (target >= 0) & (target < (graph.vertices.targets - 2 * ends)[:, None])
+    rows, places = on_path.nonzero(as_tuple=True)
+    best = torch.stack([x.argmax(-1) for x in graph.log_probabilities])
+    filling = torch.zeros_like(batch["masked_positions"])
+    filling[rows, target[rows, places]] = best[rows, places]
+    return filling
+
+
+class Graph(NamedTuple):
+    """The states of a masked batch as a graph, before any token is seen."""
+
+    vertices: Vertices
+    links: Tensor
+    """log E [B, S, S]."""
+    occupancy: Tensor
+    """γ⁰ [B, m, m k]: where each token sits."""
+    log_probabilities: list[Tensor]
+    """log P_u(v) [m k, V] of each sequence."""
+    best_path: Tensor
+    """[B, S]: the target that each vertex emits on the most probable path, each emitting its best token; else -1."""
+
+
+@torch.no_grad()
+def graph_of(model: PretrainingModel, **batch: Tensor) -> Graph:
+    """The graph of an objective whose states are aligned."""
+    states = _states(model, batch)
     vertices, links = _graph(model, states, batch)
-    best = [_log_probabilities(model, x).max(-1) for x in vertices.emitting(states)]
-    scores, tokens = (torch.stack(part) for part in zip(*best, strict=True))
-    ends = int(vertices.silent_ends)
+    occupancy, _ = _nothing_seen(vertices, links)
+    log_p = [_log_probabilities(model, x) for x in vertices.emitting(states)]
+    scores = torch.stack([x.amax(-1) for x in log_p])
     match = vertices.match(scores[:, None, :].expand(-1, batch["masked_positions"].shape[1], -1))
     # A shorter sequence's last anchor has a score here, but every path ends there, so that no path gains by it.
-    emits = best_path(match, links, vertices.targets, vertices.lengths)
-    target = vertices.emitting(emits) - ends
-    on_path = (target >= 0) & (target < (vertices.targets - 2 * ends)[:, None])
-    rows, places = on_path.nonzero(as_tuple=True)
-    filling = torch.zeros_like(batch["masked_positions"])
-    filling[rows, target[rows, places]] = tokens[rows, places]
-    return filling
+    return Graph(vertices, links, occupancy, log_p, best_path(match, links, vertices.targets, vertices.lengths))
 
 
 @torch.no_grad()
@@ -76,16 +103,16 @@ def score(model: PretrainingModel, labels: Tensor, **batch: Tensor) -> Tensor:
     real = labels.ne(-100)
     if model.objective.aligned:
         return _score_alignment(model, labels, real, batch)
-    flat = labels.flatten()
+    flat, states = labels.flatten(), _states(model, batch)
     loss, hits = torch.zeros(2, *flat.shape, device=labels.device)
-    for rows, log_probabilities in predict(model, **batch):
+    for rows, log_probabilities in _predictions(model, states, batch):
         target = flat[rows].clamp(min=0)
         loss[rows] = -log_probabilities.gather(1, target[:, None])[:, 0]
         hits[rows] = (log_probabilities.argmax(-1) == target).float()
     loss, hits = ((x.view(labels.shape) * real).sum(1) for x in (loss, hits))
     own = loss
     if model.objective.states > 1:  # CTC's probabilities of one label do not sum to one
-        own = -(model._position_by_position(_states(model, batch), labels.clamp(min=0)) * real).sum(1)
+        own = -(model._position_by_position(states, labels.clamp(min=0)) * real).sum(1)
     return torch.stack([real.sum(1).float(), own, loss, loss, hits], dim=1)
 
 
@@ -108,6 +135,47 @@ def _score_alignment(model: PretrainingModel, labels: Tensor, real: Tensor, batc
     token = -torch.where(counted, (occupancy.log() + emission).logsumexp(2), 0.0).sum(1)
     sums = (counted.sum(1), -log_z, token, log_z0 - log_z, (torch.stack(hits) & counted).sum(1))
     return torch.stack([x.float() for x in sums], dim=1)
+
+
+class Alignments(NamedTuple):
+    """How a masked batch's states and paths are used; entropies in nats (ExLM §5)."""
+
+    state_entropy: Tensor
+    """[B, m] of P_u, mean over the states u where the token sits before it is seen."""
+    states_used: Tensor
+    """[B, m] exp of the entropy of γ_t over states, given the tokens: over how many states a token is spread."""
+    at_own_position: Tensor
+    """[B, m] share of γ_t, given the tokens, at the token's own position."""
+    path_entropy_before: Tensor
+    """[B] of the paths with nothing to emit."""
+    path_entropy_after: Tensor
+    """[B] of the paths given the tokens."""
+
+
+@torch.no_grad()
+def alignments(model: PretrainingModel, labels: Tensor, **batch: Tensor) -> Alignments:
+    """States and paths of an objective whose states are aligned; entries of padded positions mean nothing."""
+    k, states = model.objective.states, _states(model, batch)
+    vertices, links = _graph(model, states, batch)
+    before, _ = _nothing_seen(vertices, links)
+    log_p = [_log_probabilities(model, emitting) for emitting in vertices.emitting(states)]
+    entropy = torch.stack([-(x.exp() * x).sum(-1) for x in log_p])
+    emission = torch.stack([x[:, y].T for x, y in zip(log_p, labels.clamp(min=0), strict=True)])
+    match = vertices.match(emission.masked_fill(labels.eq(-100)[:, :, None], 0.0))
+    after, _ = posteriors(match, links, vertices.targets, vertices.lengths)
+    after = after[:, 1:-1, 1:-1] if vertices.silent_ends else after
+    target, vertex = (torch.arange(n, device=after.device) for n in after.shape[1:])
+    own = vertex // k == target[:, None]
+    spread = -torch.where(after > 0, after * after.log(), 0.0).sum(2)
+    nothing = torch.zeros_like(match)
+    lengths = vertices.targets, vertices.lengths
+    return Alignments(
+        (before * entropy[:, None]).sum(2),
+        spread.exp(),
+        (after * own).sum(2),
+        path_entropy(nothing, links, *lengths),
+        path_entropy(match, links, *lengths),
+    )
 
 
 def _states(model: PretrainingModel, batch: dict[str, Tensor]) -> Tensor:

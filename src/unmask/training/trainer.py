@@ -17,17 +17,19 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, Train
 from unmask.data.masking import EpochSampler, MaskedBatches, MaskedRows, SequenceRows, Vocabulary
 from unmask.errors import UserError
 from unmask.modeling.flops import training_flops
+from unmask.modeling.positions import encode
 from unmask.modeling.prediction import score
 from unmask.modeling.pretraining import PretrainingModel
 from unmask.objectives import Objective
 from unmask.training.arguments import PretrainingArguments
-from unmask.training.callbacks import show_progress
+from unmask.training.callbacks import RankCallback, show_progress
 
 logger = logging.getLogger("unmask")
 
 EVALUATION = Objective()  # unit token, ratio 0.15, all [MASK]: the same for every objective
 EVALUATION_SEED = 0  # and for every run
 MANIFEST = "complete.json"
+RANK_ROWS = 64  # evaluation rows whose rank is logged
 
 
 class PretrainingTrainer(Trainer):
@@ -62,6 +64,8 @@ class PretrainingTrainer(Trainer):
             **kwargs,
         )
         show_progress(self)
+        if eval_rows is not None:
+            self.add_callback(RankCallback(_full(eval_rows), self._encoded, self.log))
         self._idle_seconds = self._started = 0.0
         self._seconds_before: float | None = None  # of a run that is resumed
         self._last_log: tuple[float, int] | None = None  # seconds, tokens
@@ -104,6 +108,13 @@ class PretrainingTrainer(Trainer):
         metrics = super().evaluate(*args, **kwargs)
         self._idle_seconds += time.perf_counter() - start
         return metrics
+
+    def _encoded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The encoder's last hidden states [B, L, d] of whole sequences [B, L], without [MASK]."""
+        model = self.accelerator.unwrap_model(self.model)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        with self.accelerator.autocast():
+            return encode(model.encoder, positions, None, model.offset, input_ids=ids)
 
     # --- speed --------------------------------------------------------------------------------------------------------
 
@@ -190,6 +201,13 @@ class PretrainingTrainer(Trainer):
 def training_seconds(state: TrainerState) -> float:
     """Seconds of training until the last checkpoint, without those of evaluating and saving; of the whole run."""
     return next((log["training_seconds"] for log in reversed(state.log_history) if "training_seconds" in log), 0.0)
+
+
+def _full(rows: SequenceRows) -> torch.Tensor:
+    """The longest rows [B, L] among the first 64, all of one length."""
+    first = [rows[i] for i in range(min(len(rows), RANK_ROWS))]
+    longest = max(len(row) for row in first)
+    return torch.from_numpy(np.stack([row for row in first if len(row) == longest]).astype(np.int64))
 
 
 def _metrics(prediction: EvalPrediction) -> dict[str, float]:

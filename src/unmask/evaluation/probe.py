@@ -1,7 +1,7 @@
 """Probing: frozen features and logistic or ridge regression, minutes where fine-tuning takes hours.
 
-A text's features are the mean over its tokens of the embeddings and of the middle and the last layer's hidden states; a
-pair's are |u - v| and u·v of both texts, each encoded by itself (InferSent's), standardised by the train
+A text's features are the maximum over its tokens of the embeddings and of the middle and the last layer's hidden states
+(InferSent's pooling); a pair's are |u - v| and u·v of both texts, each encoded by itself (InferSent's), standardised by the train
 split. Regularisation is chosen by cross-validation in the train split.
 """
 
@@ -46,7 +46,7 @@ class Features:
 
     @torch.no_grad()
     def _pooled(self, rows: list[dict[str, Any]]) -> np.ndarray:
-        """[n, 3 d]: the mean over all tokens, boundaries included, of three layers."""
+        """[n, 3 d]: the maximum over all tokens, boundaries included, of three layers."""
         collate = DataCollatorWithPadding(self.encoder.tokenizer)
         order = np.argsort([-len(row["input_ids"]) for row in rows], kind="stable")
         pooled: list[Any] = [None] * len(rows)
@@ -56,8 +56,8 @@ class Features:
             layers = output.hidden_states
             hidden = torch.stack([layers[0], layers[len(layers) // 2], output.last_hidden_state], dim=1).float()
             mask = batch["attention_mask"][:, None, :, None].bool()
-            mean = (hidden * mask).sum(2) / mask.sum(2)
-            for i, features in zip(chosen, mean.flatten(1).cpu().numpy(), strict=True):
+            peak = hidden.masked_fill(~mask, -torch.inf).amax(2)
+            for i, features in zip(chosen, peak.flatten(1).cpu().numpy(), strict=True):
                 pooled[i] = features
         return np.stack(pooled)
 

@@ -89,18 +89,26 @@ def test_streaming_is_the_whole_matrix(centred):
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_a_resample_is_its_groups_together(centred):
-    parts = torch.randn(5, 20, 4, generator=torch.Generator().manual_seed(0)).split(1)
-    moments = Moments(4)
-    for part in parts:
-        moments.add(part[0] + 1)
+def test_resamples_spread_as_those_of_whole_decompositions(centred):
+    """Singular values of groups drawn with replacement: exact ones by a decomposition for each draw."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(30, 200, 8, generator=generator) @ torch.diag(torch.linspace(1, 4, 8)) + 0.5
+    moments = Moments(8)
+    for part in rows:
+        moments.add(part)
         moments.end_group()
-    drawn = np.random.default_rng(3).integers(5, size=5)
-    whole = torch.cat([parts[i][0] + 1 for i in drawn]).double().numpy()
-    whole = whole - whole.mean(0) if centred else whole
-    np.testing.assert_allclose(
-        moments.resampled(np.random.default_rng(3), centred), whole.T @ whole, rtol=1e-4, atol=1e-4
-    )
+    vectors = rank.spectrum(moments.moment(centred))[1]
+    found = moments.resampled(vectors, 300, seed=1, centred=centred)
+    rng, exact = np.random.default_rng(1), []
+    for _ in range(300):
+        drawn = rows[rng.integers(30, size=30)].flatten(0, 1).double().numpy()
+        drawn = drawn - drawn.mean(0) if centred else drawn
+        exact.append(np.linalg.svd(drawn, compute_uv=False))
+    exact = np.array(exact)
+    np.testing.assert_allclose(np.sort(found, axis=1)[:, ::-1], exact, rtol=0.02)
+    np.testing.assert_allclose(found.std(0), exact.std(0), rtol=0.35)
+    entropy = [np.std([measures(values).entropy_rank for values in each]) for each in (found, exact)]
+    assert entropy[0] == pytest.approx(entropy[1], rel=0.25)
 
 
 def test_overlap_of_subspaces():

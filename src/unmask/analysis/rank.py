@@ -27,7 +27,7 @@ from unmask.modeling.stock import Encoder
 
 ROUNDING = 1e-7
 GROUPS = 40  # of sequences, for the bootstrap
-RESAMPLES = 50
+RESAMPLES = 1000
 MASK_RATIO = 0.15
 
 
@@ -67,10 +67,17 @@ def measures(singular_values: np.ndarray, tau: float = 0.9) -> Measures:
     return Measures(rank_at(singular_values, tau), entropy, ratio, float(power.sum() / power.max()))
 
 
+def spectrum(moment: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Singular values [d] of X, descending, and their directions [d, d] (columns), from its moment matrix XᵀX."""
+    eigenvalues, vectors = np.linalg.eigh(moment)
+    eigenvalues, vectors = eigenvalues[::-1], vectors[:, ::-1]
+    real = eigenvalues > ROUNDING * max(eigenvalues[0], 0.0)
+    return np.sqrt(np.where(real, eigenvalues, 0.0)), vectors
+
+
 def singular_values(moment: np.ndarray) -> np.ndarray:
     """The singular values [d] of X from its moment matrix XᵀX [d, d], descending."""
-    eigenvalues = np.linalg.eigvalsh(moment)[::-1]
-    return np.sqrt(np.where(eigenvalues > ROUNDING * max(eigenvalues[0], 0.0), eigenvalues, 0.0))
+    return spectrum(moment)[0]
 
 
 @dataclass
@@ -110,21 +117,27 @@ class Moments:
 
     def moment(self, centred: bool = False) -> np.ndarray:
         """Σ x xᵀ [d, d], about the mean if centred."""
-        return self.total - self._about_mean(np.ones(len(self.groups))) if centred else self.total
+        summed = np.sum([part[1] for part in self.groups], axis=0)
+        return self.total - np.outer(summed, summed) / self.count if centred else self.total
 
-    def resampled(self, rng: np.random.Generator, centred: bool = False) -> np.ndarray:
-        """The same of groups drawn with replacement."""
-        n = len(self.groups)
-        weights = np.bincount(rng.integers(n, size=n), minlength=n)
-        triangle = sum(w * part[0] for w, part in zip(weights, self.groups, strict=True) if w)
-        whole = np.zeros((self.size, self.size))
-        whole[np.triu_indices(self.size)] = triangle
-        whole += np.triu(whole, 1).T
-        return whole - self._about_mean(weights) if centred else whole
+    def resampled(self, vectors: np.ndarray, resamples: int, seed: int = 0, centred: bool = False) -> np.ndarray:
+        """Singular values [resamples, d] of groups drawn with replacement, to first order.
 
-    def _about_mean(self, weights: np.ndarray) -> np.ndarray:
-        summed = sum(w * part[1] for w, part in zip(weights, self.groups, strict=True))
-        return np.outer(summed, summed) / max(sum(w * part[2] for w, part in zip(weights, self.groups, strict=True)), 1)
+        vectors: eigenvectors [d, d] of the whole; the moments of a draw along them stand for its eigenvalues, which
+        spares an eigendecomposition for each draw.
+        """
+        whole, upper = np.zeros((self.size, self.size)), np.triu_indices(self.size)
+        along = np.empty((len(self.groups), self.size))
+        for row, (triangle, _, _) in zip(along, self.groups, strict=True):
+            whole[upper] = triangle
+            row[:] = 2 * ((whole @ vectors) * vectors).sum(0) - whole.diagonal() @ vectors**2
+        rng, n = np.random.default_rng(seed), len(self.groups)
+        weights = np.stack([np.bincount(rng.integers(n, size=n), minlength=n) for _ in range(resamples)])
+        values = weights @ along
+        if centred:
+            sums = weights @ (np.stack([part[1] for part in self.groups]) @ vectors)
+            values -= sums**2 / (weights @ np.array([part[2] for part in self.groups]))[:, None]
+        return np.sqrt(np.clip(values, 0, None))
 
 
 def joined(first: Moments, second: Moments) -> Moments:
@@ -245,12 +258,12 @@ def hidden_states(model: PreTrainedModel, ids: np.ndarray, name: str) -> Sequenc
 def _summary(moments: dict[str, Moments], tau: float, centred: bool, resamples: int) -> dict[str, Any]:
     row: dict[str, Any] = {"size": moments["real"].size}
     for kind, each in {**moments, "all": joined(moments["real"], moments["mask"])}.items():
-        spectrum = singular_values(each.moment(centred))
-        rng, drawn = np.random.default_rng(0), []
-        if len(each.groups) > 1:
-            drawn = [rank_at(singular_values(each.resampled(rng, centred)), tau) for _ in range(resamples)]
+        values, vectors = spectrum(each.moment(centred))
+        drawn = []
+        if len(each.groups) > 1 and resamples:
+            drawn = [rank_at(draw, tau) for draw in each.resampled(vectors, resamples, centred=centred)]
         error = float(np.std(drawn, ddof=1)) if len(drawn) > 1 else float("nan")
-        own = measures(spectrum, tau)._asdict()
-        row[kind] = {**own, "standard_error": error, "tokens": each.count, "spectrum": spectrum.tolist()}
+        own = measures(values, tau)._asdict()
+        row[kind] = {**own, "standard_error": error, "tokens": each.count, "spectrum": values.tolist()}
     row["overlap"] = overlap(moments["mask"].total, moments["real"].total, tau)._asdict()
     return row

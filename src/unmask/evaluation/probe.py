@@ -1,7 +1,7 @@
 """Probing: frozen features and logistic or ridge regression, minutes where fine-tuning takes hours.
 
-A text's features are the maximum over its tokens of the embeddings and of the middle and the last layer's hidden states
-(InferSent's pooling); a pair's are |u - v| and u·v of both texts, each encoded by itself (InferSent's), standardised by the train
+A text's features are the maximum over its tokens of the embeddings and of the middle and the last layer's hidden
+states; a pair's are |u - v| and u·v of both texts, each encoded by itself (both InferSent's), standardised by the train
 split. Regularisation is chosen by cross-validation in the train split.
 """
 

@@ -152,9 +152,8 @@ def evaluate(benchmark: str, encoders: Sequence[str], arguments: EvaluationArgum
             cell = runner.cell(settings, seed)
             results.append(cell)
             shown = "   ".join(f"{name} {100 * value:.1f}" for name, value in cell.scores[task.reported_on].items())
-            console.print(
-                f"{task.name:<10} {model.name}   seed {seed}   {shown}   {cell.seconds:,.0f} s", highlight=False
-            )
+            line = f"{task.name:<10} {model.name}   seed {seed}   {shown}   {cell.seconds:,.0f} s"
+            console.print(line, highlight=False, soft_wrap=True)
     summary = summarise(tasks, [m.name for m in models], results, benchmark)
     summary["differences"] = differences(tasks, [m.name for m in models], results, summary, arguments.resamples)
     report = {

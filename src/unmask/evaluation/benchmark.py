@@ -40,7 +40,6 @@ GRIDS: dict[str, dict[str, list[float]]] = {
 }
 """Hyperparameters by name; `roberta` is the grid RoBERTa published for GLUE. Without a learning rate: `usual_rate`."""
 
-BENCHMARKS = ("glue", "squad", "moleculenet", "table", "probe")
 SEEDS = {"moleculenet": 3}
 
 
@@ -151,7 +150,8 @@ def evaluate(benchmark: str, encoders: Sequence[str], arguments: EvaluationArgum
         for settings, seed in itertools.product(runner.grid, seeds):
             cell = runner.cell(settings, seed)
             results.append(cell)
-            shown = "   ".join(f"{name} {100 * value:.1f}" for name, value in cell.scores[task.reported_on].items())
+            own = cell.scores[task.reported_on]
+            shown = "   ".join(f"{name} {100 * own[name]:.1f}" for name in task.metrics)
             line = f"{task.name:<10} {model.name}   seed {seed}   {shown}   {cell.seconds:,.0f} s"
             console.print(line, highlight=False, soft_wrap=True)
     summary = summarise(tasks, [m.name for m in models], results, benchmark)
@@ -264,9 +264,9 @@ class _Runner:
         if isinstance(task, squad.SquadData):
             found = squad.finetune(self.encoder, task, settings, seed, progress)
             squad.write_files(files, found)
-            percent = {name: value / 100 if "thresh" not in name else value for name, value in found.scores.items()}
-            totals = {name: 100 * value for name, value in percent.items() if "total" in name}
-            return {"dev": {"f1": percent["f1"], "exact": percent["exact"], **percent, **totals}}, {"dev": found.f1}
+            counted = ("total", "thresh")  # all others are percentages
+            scores = {n: v if any(c in n for c in counted) else v / 100 for n, v in found.scores.items()}
+            return {"dev": scores}, {"dev": found.f1}
         length = settings.max_length
         if self.method == "probe":
             self._prepared = self._prepared or Features(self.encoder, length)
@@ -412,11 +412,7 @@ def _print(report: dict[str, Any], tasks: Sequence[AnyTask], path: Path) -> None
         intervals = [f"{100 * d.value:+.1f}\n[{100 * d.low:+.1f}, {100 * d.high:+.1f}]" for d in row.values()]
         shown.add_row(f"{encoder}\n  less {first}, 95%", *intervals)
     for name, row in report["published"].items():
-        shown.add_row(
-            f"{name}, published",
-            *(f"{row[n]:.1f}" if n in row else "" for n in names),
-            f"{row.get('mean', np.nan):.1f}",
-        )
+        shown.add_row(f"{name}, published", *(f"{row[n]:.1f}" if n in row else "" for n in [*names, "mean"]))
     console = Console()
     console.width = max(console.width, 40 + 18 * (len(tasks) + 1))
     console.print(shown)

@@ -265,8 +265,8 @@ class _Runner:
             found = squad.finetune(self.encoder, task, settings, seed, progress)
             squad.write_files(files, found)
             counted = ("total", "thresh")  # all others are percentages
-            scores = {n: v if any(c in n for c in counted) else v / 100 for n, v in found.scores.items()}
-            return {"dev": scores}, {"dev": found.f1}
+            shares = {n: v if any(c in n for c in counted) else v / 100 for n, v in found.scores.items()}
+            return {"dev": shares}, {"dev": found.f1}
         length = settings.max_length
         if self.method == "probe":
             self._prepared = self._prepared or Features(self.encoder, length)

@@ -84,10 +84,12 @@ def draw(found: Lattice, path: Path | None = None) -> Any:
     for w, u in zip(*np.nonzero(found.links > FEWEST), strict=True):
         best = (int(w), int(u)) in on_path
         style = {"arrowstyle": "-|>", "color": "tab:orange" if best else "tab:blue", "lw": 2 if best else 1}
+        style |= {"shrinkA": 18, "shrinkB": 18}  # from edge to edge of the boxes
         strength = 1.0 if best else float(found.links[w, u])
         axes.annotate("", places[u], places[w], arrowprops={**style, "alpha": strength})
     for number, (vertex, (x, y)) in enumerate(zip(found.vertices, places, strict=True)):
-        label = "\n".join(f"{token} {probability:.0%}" for token, probability in vertex.tokens[:2]) or "·"
+        label = "\n".join(f"{token} {probability:.0%}" for token, probability in vertex.tokens[:2])
+        label = label or found.text[0 if number == 0 else -1]
         box = {"boxstyle": "round", "fc": "white", "ec": "tab:orange" if number in found.best_path else "0.6"}
         label = label.replace("$", r"\$")  # what matplotlib would take for mathematics
         axes.text(x, y, label, ha="center", va="center", fontsize=8, bbox=box, color="black")

@@ -101,6 +101,7 @@ def rank_figure(ranks: Sequence[RankAnalysis]) -> Any:
             label = f"{_plain(found.model)}, {'real tokens' if kind == 'plain' else '[MASK]'}"
             axes.errorbar(range(len(values)), values, errors, ls=line, color=f"C{number}", marker="o", label=label)
     axes.set_xlabel("layer")
+    axes.set_xticks(range(max(len(found.layers) for found in ranks)))
     axes.set_ylabel("effective rank")
     axes.legend(frameon=False, labelcolor=INK)
     return figure

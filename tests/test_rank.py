@@ -39,7 +39,7 @@ def matrix_of(spectrum: list[float], rows: int = 200, seed: int = 0) -> np.ndarr
 )
 def test_effective_rank_of_known_spectra(spectrum, tau, expected):
     assert effective_rank(matrix_of(spectrum), tau) == expected
-    assert effective_rank(torch.from_numpy(matrix_of(spectrum)), tau) == expected
+    assert effective_rank(torch.from_numpy(matrix_of(spectrum)).requires_grad_(), tau) == expected
     moments = Moments(len(spectrum))
     moments.add(torch.from_numpy(matrix_of(spectrum)))
     moments.end_group()
@@ -171,6 +171,7 @@ def test_bfloat16_is_near(encoder):
         moments.end_group()
         found.append(singular_values(moments.moment()))
     assert np.abs(found[0] - found[1]).max() < 2**-9 * found[0][0]
+    assert effective_rank(rows.bfloat16()) == rank_at(found[1])
     assert abs(rank_at(found[0]) - rank_at(found[1])) <= 1
 
 

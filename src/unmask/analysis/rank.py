@@ -33,7 +33,8 @@ MASK_RATIO = 0.15
 
 def effective_rank(matrix: Tensor | np.ndarray, tau: float = 0.9) -> int:
     """r_τ of a matrix [n, d]: the fewest singular values whose sum reaches τ of their total; 0 for a zero matrix."""
-    return rank_at(np.linalg.svd(np.asarray(matrix, dtype=np.float64), compute_uv=False), tau)
+    array = matrix.detach().double().cpu().numpy() if isinstance(matrix, Tensor) else np.asarray(matrix, np.float64)
+    return rank_at(np.linalg.svd(array, compute_uv=False), tau)
 
 
 def rank_at(singular_values: np.ndarray, tau: float = 0.9) -> int:

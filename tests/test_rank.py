@@ -200,6 +200,18 @@ def test_what_cannot_be_analysed_is_said(encoder, monkeypatch):
         analyse(unmasked, TEXTS, max_length=40)
 
 
+@pytest.mark.parametrize(("mask", "says"), [([1, 5, 9], "growing with depth as"), ([5, 9, 2], "not growing at every")])
+def test_the_verdict_is_that_of_the_numbers(mask, says):
+    layers = [
+        {"size": 16, "mask": {"effective_rank": m}, "plain": {"effective_rank": p}}
+        for m, p in zip(mask, (14, 11, 12), strict=True)
+    ]
+    found = rank.verdict(rank.RankAnalysis("runs/x", 10, 0.9, False, layers))
+    assert f"from {mask[0]} at the embeddings to {mask[-1]}" in found
+    assert says in found
+    assert "unused in layer 1: 11 of 16" in found
+
+
 def test_groups_are_as_many_as_are_wanted(encoder, monkeypatch):
     kept = []
     end = Moments.end_group

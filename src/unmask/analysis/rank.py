@@ -11,6 +11,7 @@ Nothing of n rows is held: a d x d moment matrix, float32 products added into fl
 eigenvalues. What lies below the rounding of those products (λ < 10^-7 λ_1) counts as zero.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -184,6 +185,19 @@ class RankAnalysis:
     tau: float
     centred: bool
     layers: list[dict[str, Any]]
+
+
+def verdict(found: RankAnalysis) -> str:
+    """What MAE-LM's theory (§3) says of the model at hand, in a sentence."""
+    mask, plain = ([row[kind]["effective_rank"] for row in found.layers] for kind in ("mask", "plain"))
+    grows = all(later >= earlier for earlier, later in itertools.pairwise(mask)) and mask[-1] > mask[0]
+    least = int(np.argmin(plain))
+    how = "growing with depth" if grows else "not growing at every layer"
+    return (
+        f"{found.model}: the rank of [MASK] goes from {mask[0]} at the embeddings to {mask[-1]} in the last layer, {how} "
+        f"as the theory says; real tokens leave the most dimensions unused in layer {least}: {plain[least]} of "
+        f"{found.layers[least]['size']}."
+    )
 
 
 def analyse(

@@ -13,7 +13,7 @@ from typing import Any
 
 from unmask.analysis.lattice import Lattice
 from unmask.analysis.lattice import draw as draw_lattice
-from unmask.analysis.rank import RankAnalysis
+from unmask.analysis.rank import RankAnalysis, verdict
 
 INK = "#777777"  # of axes and text in figures: read on white and on black
 
@@ -87,6 +87,7 @@ def _rank(ranks: Sequence[RankAnalysis]) -> str:
         "depth, and whether real tokens of the text without [MASK] (plain) fill fewer dimensions than the layer has. "
         "Bars are 1.96 standard errors over groups of sequences."
     )
+    text += "".join(f" {verdict(found)}" for found in ranks)
     return _section("Rank", text, rank_figure(ranks), rows, "rank")
 
 

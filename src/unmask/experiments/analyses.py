@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from unmask.analysis import entropy as of_entropy
@@ -47,6 +48,8 @@ def rank(names: Sequence[str], args: Namespace) -> list[of_rank.RankAnalysis]:
             unused = f"{row['overlap']['unused_variance']:.1%}"
             table.add_row(each.model if layer == 0 else "", str(layer), *cells, str(row["size"]), unused)
     Console().print(table)
+    for each in found:
+        Console(highlight=False).print(escape(of_rank.verdict(each)), soft_wrap=True)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     write_whole(args.output_dir / "rank.json", json.dumps([dataclasses.asdict(each) for each in found], indent=1))
     rank_figure(found).savefig(args.output_dir / "rank.svg")

@@ -194,8 +194,8 @@ def verdict(found: RankAnalysis) -> str:
     least = int(np.argmin(plain))
     how = "growing with depth" if grows else "not growing at every layer"
     return (
-        f"{found.model}: the rank of [MASK] goes from {mask[0]} at the embeddings to {mask[-1]} in the last layer, {how} "
-        f"as the theory says; real tokens leave the most dimensions unused in layer {least}: {plain[least]} of "
+        f"{found.model}: the rank of [MASK] goes from {mask[0]} at the embeddings to {mask[-1]} in the last layer, "
+        f"{how} as the theory says; real tokens leave the most dimensions unused in layer {least}: {plain[least]} of "
         f"{found.layers[least]['size']}."
     )
 

@@ -67,7 +67,10 @@ def lattice(model: PretrainingModel, tokenizer: PreTrainedTokenizerBase, text: s
 
 
 def draw(found: Lattice, path: Path | None = None) -> Any:
-    """The lattice as a figure, and as a file if a path is given (SVG or PNG, by its suffix)."""
+    """The lattice as a figure, and as a file if a path is given (SVG or PNG, by its suffix).
+
+    Each state with its likeliest tokens and the probability that some token sits there; links by their probability.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -89,7 +92,7 @@ def draw(found: Lattice, path: Path | None = None) -> Any:
         axes.annotate("", places[u], places[w], arrowprops={**style, "alpha": strength})
     for number, (vertex, (x, y)) in enumerate(zip(found.vertices, places, strict=True)):
         label = "\n".join(f"{token} {probability:.0%}" for token, probability in vertex.tokens[:2])
-        label = label or found.text[0 if number == 0 else -1]
+        label += f"\nposterior {sum(vertex.occupancy):.0%}" if vertex.state else found.text[0 if number == 0 else -1]
         box = {"boxstyle": "round", "fc": "white", "ec": "tab:orange" if number in found.best_path else "0.6"}
         label = label.replace("$", r"\$")  # what matplotlib would take for mathematics
         axes.text(x, y, label, ha="center", va="center", fontsize=8, bbox=box, color="black")

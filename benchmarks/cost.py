@@ -68,7 +68,7 @@ def main() -> None:
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     print(f"\nMLM: {1e6 * base_seconds:.0f} µs per target; {machine}")
     if args.output:
-        settings = {name: str(value) for name, value in vars(args).items()}
+        settings = {name: str(value) for name, value in vars(args).items() if name != "output"}
         args.output.write_text(json.dumps({"settings": settings, "machine": machine, "rows": rows}, indent=1))
 
 

@@ -84,4 +84,4 @@ def _print(rows: list[dict[str, Any]], output: Path) -> None:
         )
         speed, place = f"{row['tokens_per_second']:,.0f}", str(output / row["objective"] / "encoder")
         table.add_row(row["objective"], f"{row['steps']:,}", f"{row['tokens']:,}", *scores, speed, place)
-    Console(width=max(Console().width, 120)).print(table)
+    Console(width=max(Console().width, 150)).print(table)

@@ -14,10 +14,11 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from unmask.cli import main
 from unmask.errors import UserError
-from unmask.evaluation import benchmark, curve, glue, moleculenet, squad, table
+from unmask.evaluation import benchmark, glue, moleculenet, squad, table
 from unmask.evaluation.finetune import Settings, finetune, loss_of
 from unmask.evaluation.probe import Features, probe
 from unmask.evaluation.tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, Split, Task
+from unmask.experiments import curve
 from unmask.modeling.stock import Encoder
 
 
@@ -452,7 +453,7 @@ def cases(folder: Path) -> dict[str, tuple[list[str], str]]:
         "a folder without the task": ([*glue, "--tasks", "rte", *here], "RTE/train.tsv"),
         "no seeds": ([*glue, "--seeds", "0"], "must be at least 1"),
         "a grid of words": ([*with_dev, str(good), "--learning_rates", "high"], "must be numbers with commas"),
-        "no checkpoints": ([*with_dev, str(good), "--checkpoints"], "holds no checkpoints"),
+        "no checkpoints": ([*with_dev, str(good), "--checkpoints"], "holds no complete checkpoints"),
         "no squad": (["squad", "{encoder}", *here], "holds no train-v2.0.json"),
         "the hub without network": ([*glue, "--tasks", "rte"], "--data_dir FOLDER"),
     }

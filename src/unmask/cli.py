@@ -244,7 +244,7 @@ def _evaluate(argv: list[str]) -> None:
         raise UserError(f"No benchmark is named: choose one of {', '.join(benchmarks)}.")
     _quiet()
     if arguments.checkpoints:
-        from unmask.evaluation.curve import evaluate_checkpoints
+        from unmask.experiments.curve import evaluate_checkpoints
 
         evaluate_checkpoints(benchmark, encoders, arguments)
     else:

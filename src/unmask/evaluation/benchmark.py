@@ -9,7 +9,6 @@ import importlib.metadata
 import itertools
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from unmask.evaluation.finetune import Settings, finetune
 from unmask.evaluation.metrics import score
 from unmask.evaluation.probe import Features, probe
 from unmask.evaluation.tasks import Task, choose
+from unmask.files import write_whole
 from unmask.modeling.stock import Encoder
 
 logger = logging.getLogger("unmask")
@@ -360,13 +360,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.incomplete")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _write_server_files(folder: Path, tasks: Sequence[AnyTask], models: Sequence[Encoder], cells: list[Cell]) -> None:

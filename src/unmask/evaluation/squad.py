@@ -8,11 +8,11 @@ import json
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
 from transformers import (
     AutoModelForQuestionAnswering,
@@ -60,7 +60,7 @@ class SquadData:
     metrics: tuple[str, ...] = ("f1", "exact")
     reported_on: str = "dev"
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         return xxhash.xxh3_128_hexdigest(repr((self.train, self.dev)).encode())
 
@@ -255,17 +255,6 @@ def outcome(data: SquadData, found: list[Window], start: np.ndarray, end: np.nda
     return Outcome({**scores, "threshold": threshold}, f1, predictions, nbest, odds)
 
 
-class _Windows(torch.utils.data.Dataset):
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.rows[row]
-
-
 def finetune(encoder: Encoder, data: SquadData, settings: Settings, seed: int, progress: bool = False) -> Outcome:
     """Fine-tune the stock question-answering head on the train questions, and answer the dev questions."""
     set_seed(seed)
@@ -279,13 +268,13 @@ def finetune(encoder: Encoder, data: SquadData, settings: Settings, seed: int, p
         trainer = StockTrainer(
             model=model,
             args=training_arguments(settings, seed, scratch, progress),
-            train_dataset=_Windows(rows),
+            train_dataset=rows,
             data_collator=DataCollatorWithPadding(encoder.tokenizer),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         found = sorted(windows(data.dev, encoder, settings.max_length), key=lambda window: -len(window.offsets))
-        start, end = trainer.predict(_Windows([window.inputs for window in found])).predictions[:2]
+        start, end = trainer.predict([window.inputs for window in found]).predictions[:2]
     what = f"squad, learning rate {settings.learning_rate:g}, seed {seed}"
     return outcome(data, found, finite(start, what), finite(end, what))
 

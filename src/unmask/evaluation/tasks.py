@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ class Task:
                 "rows of two classes at least."
             )
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Changes with the texts and the labels of any split."""
         digest = xxhash.xxh3_128()

@@ -20,7 +20,7 @@ from unmask.data.corpus import open_corpus
 from unmask.data.packing import sequences
 from unmask.data.tokenizers import load_tokenizer
 from unmask.errors import UserError
-from unmask.evaluation.benchmark import write_whole
+from unmask.files import write_whole
 from unmask.modeling.pretraining import PretrainingModel
 from unmask.modeling.stock import Encoder
 from unmask.objectives import get_objective

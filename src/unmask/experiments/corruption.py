@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from unmask.errors import UserError
-from unmask.evaluation.benchmark import EvaluationArguments, evaluate, write_whole
+from unmask.evaluation.benchmark import EvaluationArguments, evaluate
+from unmask.files import write_whole
 from unmask.training.pretrain import pretrain
 
 CELLS = ((0.15, 1), (0.387, 2), (0.622, 4), (0.622, 2), (0.622, 1), (0.387, 1))

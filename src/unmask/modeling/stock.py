@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Encoder:
             ) from error
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(self.path, trust_remote_code, needs=("pad",))
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Changes with the weights, the config and the tokenizer; for a Hub name, with the commit."""
         if not Path(self.path).is_dir():

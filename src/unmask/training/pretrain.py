@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,6 +21,7 @@ from unmask.data.masking import SequenceRows
 from unmask.data.packing import Blocks, Rows, Tokens, default_cache_dir, tokenize
 from unmask.data.tokenizers import boundaries, load_tokenizer, train_tokenizer
 from unmask.errors import UserError, nearest
+from unmask.files import write_whole
 from unmask.modeling.export import export
 from unmask.modeling.pretraining import PretrainingConfig, PretrainingModel
 from unmask.objectives import AT_EQUAL_COST, Objective, get_objective, objective_from_dict
@@ -80,7 +80,7 @@ def pretrain(**values: Any) -> dict[str, Any]:
         if not args.resume_from_checkpoint:
             _clear(output)
         output.mkdir(parents=True, exist_ok=True)
-        _write(output / "config.yaml", yaml.safe_dump(recipe, sort_keys=False))
+        write_whole(output / "config.yaml", yaml.safe_dump(recipe, sort_keys=False))
     if finished:  # but stopped before its results were written
         trainer.restore(str(checkpoint))
     else:
@@ -89,7 +89,7 @@ def pretrain(**values: Any) -> dict[str, Any]:
         trainer._save_checkpoint(trainer.model, None)
     metrics = _evaluate(trainer, run, train_tokens)  # by all processes together
     if trainer.args.should_save:
-        _write(output / "metrics.json", json.dumps(metrics, indent=2))
+        write_whole(output / "metrics.json", json.dumps(metrics, indent=2))
         export(model, tokenizer, output / "encoder", training_facts(output))
         _summary(metrics, output)
     trainer.accelerator.wait_for_everyone()
@@ -361,13 +361,6 @@ def _log_frequencies(tokens: Tokens, vocab_size: int) -> np.ndarray:
     """log of each token's share of the corpus, float64 [V]; one is added to every count."""
     counts = tokens.counts(vocab_size) + 1.0
     return np.log(counts / counts.sum())
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.incomplete")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _summary(metrics: dict[str, Any], output: Path) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from transformers import TrainerState
 
 from unmask.data.tokenizers import load_tokenizer
 from unmask.errors import UserError
-from unmask.evaluation.benchmark import EvaluationArguments, evaluate, write_whole
+from unmask.evaluation.benchmark import EvaluationArguments, evaluate
+from unmask.files import write_whole
 from unmask.modeling.export import export
 from unmask.modeling.pretraining import PretrainingModel
+from unmask.training.trainer import checkpoints, is_complete, training_seconds
 
 COSTS = {"tokens": "tokens seen", "flops": "FLOPs of pretraining", "seconds": "seconds of pretraining"}
 
@@ -27,10 +30,10 @@ def evaluate_checkpoints(benchmark: str, runs: Sequence[str], arguments: Evaluat
     folder = Path(arguments.output_dir)
     points: dict[str, list[dict[str, Any]]] = {}
     for number, run in enumerate(runs, start=1):
-        checkpoints = sorted(Path(run).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        if not checkpoints:
-            raise UserError(f"'{run}' holds no checkpoints: give the output_dir of an `unmask pretrain` run.")
-        for checkpoint in checkpoints:
+        complete = [checkpoint for checkpoint in checkpoints(Path(run)) if is_complete(checkpoint)]
+        if not complete:
+            raise UserError(f"'{run}' holds no complete checkpoints: give the output_dir of an `unmask pretrain` run.")
+        for checkpoint in complete:
             encoder = folder / "encoders" / f"{number}-{Path(run).name}-{checkpoint.name}"
             if not encoder.is_dir():
                 encoder.parent.mkdir(parents=True, exist_ok=True)
@@ -58,13 +61,12 @@ def evaluate_checkpoints(benchmark: str, runs: Sequence[str], arguments: Evaluat
 
 def cost_of(checkpoint: Path) -> dict[str, float]:
     """What a checkpoint has cost: step, corpus tokens, FLOPs by formula, seconds without evaluations and saves."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    seconds = [log["training_seconds"] for log in state["log_history"] if "training_seconds" in log]
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     return {
-        "step": state["global_step"],
-        "tokens": state["num_input_tokens_seen"],
-        "flops": state["total_flos"],
-        "seconds": seconds[-1] if seconds else float("nan"),
+        "step": state.global_step,
+        "tokens": state.num_input_tokens_seen,
+        "flops": state.total_flos,
+        "seconds": training_seconds(state),
     }
 
 

@@ -60,7 +60,7 @@ class EvaluationArguments:
     seeds: int | None = _flag(None, "Fine-tunings of each task, with seeds 1, 2, ... Default: 5; MoleculeNet 3.")
     data_dir: str | None = _flag(None, "Folder of the benchmark's files. Default: the Hub, where the set is there.")
     split_dev: float | None = _flag(None, "Where train or dev is missing: share of the rows that becomes dev.")
-    output_dir: str = _flag("evaluation", "Where cells, results.json and files go; what is there is not run again.")
+    output_dir: str = _flag("evaluation", "Where cells, BENCHMARK.json and files go; what is there is not run again.")
     grid: str = _flag("default", "default: 1 setting, 3 epochs; roberta: RoBERTa's 6, 10 epochs.")
     learning_rates: str | None = _flag(None, "Grid of learning rates, as in 1e-5,3e-5. Default: 2e-5 x 768 / width.")
     batch_sizes: str | None = _flag(None, "Grid of batch sizes.")
@@ -127,7 +127,7 @@ AnyTask = Task | squad.SquadData
 
 
 def evaluate(benchmark: str, encoders: Sequence[str], arguments: EvaluationArguments) -> dict[str, Any]:
-    """Score encoders on a benchmark; what results.json holds. Raises `UserError`.
+    """Score encoders on a benchmark; what BENCHMARK.json holds. Raises `UserError`.
 
     Prints one table: of each task the median over seeds (MoleculeNet: mean and standard deviation), their mean, and for
     several encoders the differences to the first with paired intervals.

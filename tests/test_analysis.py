@@ -149,6 +149,7 @@ def test_the_report_holds_everything_and_asks_for_nothing(page):
     assert text.count("<script>") == 1
     assert "prefers-color-scheme" in text or "color-scheme:light dark" in text
     assert text.count('download="') == 8
+    assert len(json.loads((page.parent / "entropy.json").read_text())) == 2  # all that predict, in the files too
 
 
 def test_tokens_and_names_are_escaped():

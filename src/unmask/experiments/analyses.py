@@ -101,18 +101,17 @@ def lattice(names: Sequence[str], args: Namespace) -> None:
 def report(names: Sequence[str], args: Namespace) -> None:
     """All analyses of all models as one HTML file; what a model does not have is left out and said."""
     ranks = rank(names, args)
-    entropies: dict[str, dict[str, Any]] = {}
-    lattices = {}
+    predicting, lattices = [], {}
     for name in names:
         try:
-            entropies |= entropy([name], args)
+            model, tokenizer = predictor(name, args.max_length, args.trust_remote_code)
         except NoHead as error:
             Console().print(f"Left out: {error}", soft_wrap=True)
             continue
-        if args.text:
-            model, tokenizer = predictor(name, args.max_length, args.trust_remote_code)
-            if model.objective.aligned:
-                lattices[name] = of_lattice.lattice(model, tokenizer, args.text)
+        predicting.append(name)
+        if args.text and model.objective.aligned:
+            lattices[name] = of_lattice.lattice(model, tokenizer, args.text)
+    entropies = entropy(predicting, args) if predicting else {}
     corruption = None
     if args.corruption:
         try:

@@ -37,11 +37,9 @@ def counted_and_formula(name: str, family: str):
             labels=ids[:, masked],
         ).loss.backward()
     flops = training_flops(model, len(visible), len(masked))
-    # What the loss of k states computes a second time instead of keeping it: logits, and attention of the transitions.
-    again, states = 0, len(masked) * objective.states
-    if objective.states > 1:
-        vocabulary, width = model.token_table.weight.shape
-        again += 2 * states * vocabulary * (width + 1)  # and the bias's gradient as a product
+    # What is computed a second time instead of being kept: logits, and attention of the transitions.
+    states, (vocabulary, width) = len(masked) * objective.states, model.token_table.weight.shape
+    again = 2 * states * vocabulary * (width + 1)  # and the bias's gradient as a product
     if model.transitions is not None:
         vertices = states + (0 if objective.expand_anchors else 2)
         again += 2 * vertices**2 * encoder.hidden_size

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unmask.modeling.cpu import attention
+
 
 class Attention(nn.Module):
     """Post-norm multi-head attention of `x` over `context`."""
@@ -28,7 +30,7 @@ class Attention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.query(x), *self.key_value(context).chunk(2, dim=-1))
         )
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        attended = attention(query, key, value, mask)
         return self.norm(x + self.out(attended.transpose(1, 2).flatten(2)))
 
 

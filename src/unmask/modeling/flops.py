@@ -5,8 +5,8 @@ visible tokens and m masked ones, with n = v + m x encoder_states and q the plac
 
     encoder      2 n (weights of its linear layers) + 4 n² d per layer
     decoder      the same over v + m x decoder_states places; its last layer's queries are the q places that are read
-    head         2 s (dense weights + V e), s = m x states
-    alignment    emissions 2 m s e, transitions 2 S (their weights) + 2 S² d: only with states that are aligned
+    head         2 s (dense weights + V e + e for each label that a state is asked for), s = m x states
+    alignment    transitions 2 S (their weights) + 2 S² d: only with states that are aligned
 
 A training step is three times the forward pass: the gradients of both factors of every product. The recursion, T
 targets over S states of which w = S - T + 1 can be reached at a step, is 4 (T-1) w² + 2 (T-1) S² for both passes
@@ -47,16 +47,14 @@ def training_flops(model: PretrainingModel, visible: int, masked: int) -> Flops:
     s = masked * objective.states
     read = s + (2 if objective.aligned and not objective.expand_anchors else 0)
     decoder = 0 if model.decoder is None else _decoder(model.decoder, visible, masked * objective.decoder_states, read)
-    table = model.token_table.weight.numel()
-    head = 2 * s * (_linear_weights(model.head) + table)
+    vocabulary, size = model.token_table.weight.shape
+    asked = masked if objective.aligned else 1 if objective.states == 1 else 2  # by CTC: its label and the blank
+    head = 2 * s * (_linear_weights(model.head) + (vocabulary + asked) * size)
     alignment = recursion = 0
     if model.transitions is not None:
-        alignment = 2 * masked * s * model.token_table.embedding_dim + 2 * read * read * width
-        alignment += 2 * read * _linear_weights(model.transitions)
+        alignment = 2 * read * read * width + 2 * read * _linear_weights(model.transitions)
         steps = masked if objective.expand_anchors else masked + 2
         recursion = (steps - 1) * (4 * (read - steps + 1) ** 2 + 2 * read**2)
-    elif objective.states > 1:
-        alignment = 2 * 2 * s * model.token_table.embedding_dim  # the label's and the blank's logits
     return Flops(3 * encoder, 3 * decoder, 3 * head, 3 * alignment + recursion)
 
 

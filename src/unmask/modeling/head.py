@@ -4,6 +4,7 @@ The pieces are those of the family's stock `AutoModelForMaskedLM`, taken by name
 loaded and an MLM head can be handed back (`export`).
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,70 +108,77 @@ class Head(nn.Module):
         return F.linear(self.transform(hidden), self._table(embedding), self.bias)
 
     def emissions(self, hidden: Tensor, labels: Tensor, embedding: nn.Embedding) -> Tensor:
-        """log P_u(y_t) [B, m, S], at least float32, for states u [B, S, d] and labels y [B, m] (0 where -100).
+        """log P_u(y_t) [B, m, S], at least float32, for states u [B, S, d] and labels y [B, m] (0 where -100)."""
+        features, kind = self.transform(hidden), hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            features = features.to(torch.get_autocast_dtype(kind))
+        scores = _Emissions.apply(features, self._table(embedding), self.bias, labels.clamp(min=0))
+        return scores.masked_fill((labels == -100)[:, :, None], 0.0)
 
-        h_u·W_y + b_y - logsumexp_V(h_u·W + b): the logits over the vocabulary are held for a few states at a time.
-        """
-        table, features = self._table(embedding), self.transform(hidden)
-        if torch.is_autocast_enabled(features.device.type):
-            dtype = torch.get_autocast_dtype(features.device.type)
-            features, table = features.to(dtype), table.to(dtype)
-        bias = table.new_zeros(len(table)) if self.bias is None else self.bias.to(table.dtype)
-        real = labels.clamp(min=0)
-        scores = F.embedding(real, table) @ features.transpose(1, 2) + bias[real][:, :, None]
-        normaliser = _LogNormaliser.apply(features.flatten(0, 1), table, bias).view(labels.shape[0], 1, -1)
-        return (scores.to(normaliser.dtype) - normaliser).masked_fill((labels == -100)[:, :, None], 0.0)
+    def cross_entropy(self, hidden: Tensor, labels: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Sum over `labels` [B, m] (-100: left out) of -log p(label | hidden [B, m, d]), in nats, as a scalar."""
+        return -self.emissions(hidden.flatten(0, 1)[:, None], labels.flatten()[:, None], embedding).sum()
 
     def _table(self, embedding: nn.Embedding) -> Tensor:
         """[V, e] the rows that features are compared with."""
         return embedding.weight if self.weight is None else self.weight
 
-    def cross_entropy(self, hidden: Tensor, labels: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Sum over `labels` [B, m] (-100: left out) of -log p(label | hidden [B, m, d]), in nats, as a scalar."""
-        return F.linear_cross_entropy(
-            self.transform(hidden).flatten(0, 1),
-            self._table(embedding),
-            labels.flatten(),
-            linear_bias=self.bias,
-            reduction="sum",
-        )
+
+LOGITS = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Logits that are held at once, by device; of 2^18 ... 2^23 the fastest on 2 CPU cores."""
 
 
-LOGITS = 1 << 22  # logits that are held at once; of 2^19 ... 2^24 the fastest on 2 CPU cores
+class _Emissions(torch.autograd.Function):
+    """f_u·W_y + b_y - logsumexp_V(f_u·W + b), a few rows of W at a time, for all states together.
 
-
-class _LogNormaliser(torch.autograd.Function):
-    """logsumexp_V(features·table + bias) [N], at least float32; the logits are computed again in backward."""
+    Nothing of shape [S, V] is held: backward computes the logits again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, table: Tensor, bias: Tensor) -> Tensor:
-        """features [N, e], table [V, e], bias [V], all of one type."""
-        parts = []
-        for part in features.split(max(1, LOGITS // len(table))):
-            logits = _logits(part, table, bias)
-            peak = logits.amax(-1, keepdim=True)
-            parts.append(logits.sub_(peak).exp_().sum(-1).log_().add_(peak[:, 0]))
-        normaliser = torch.cat(parts)
-        ctx.save_for_backward(features, table, bias, normaliser)
-        return normaliser
+    def forward(ctx: Any, features: Tensor, table: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        """features [B, S, e], table [V, e], bias [V], labels [B, m] -> [B, m, S], at least float32."""
+        with torch.autocast(features.device.type, enabled=False):
+            flat = features.flatten(0, 1)
+            sums = []
+            for _, logits in _blocks(flat, table, bias):
+                peak = logits.amax(1, keepdim=True)
+                sums.append(logits.sub_(peak).exp_().sum(1).log_().add_(peak[:, 0]))
+            normaliser = torch.stack(sums).logsumexp(0)
+            own = table[labels].to(normaliser.dtype) @ features.mT.to(normaliser.dtype)
+            if bias is not None:
+                own += bias[labels][:, :, None]
+        ctx.save_for_backward(features, table, bias, labels, normaliser)
+        return own - normaliser.view(len(features), 1, -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        features, table, bias, normaliser = ctx.saved_tensors
-        for_features = torch.empty_like(features)
-        for_table, for_bias = (torch.zeros_like(x, dtype=normaliser.dtype) for x in (table, bias))
-        rows = (x.split(max(1, LOGITS // len(table))) for x in (features, for_features, normaliser, gradient))
-        for part, out, norm, grad in zip(*rows, strict=True):
-            weights = _logits(part, table, bias).sub_(norm[:, None]).exp_()
-            for_bias += grad @ weights
-            weights, grad = weights.to(table.dtype), grad[:, None].to(table.dtype)
-            torch.mm(weights, table, out=out)
-            out *= grad
-            for_table += weights.T @ (part * grad)
-        return for_features, for_table.to(table.dtype), for_bias.to(bias.dtype)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        features, table, bias, labels, normaliser = ctx.saved_tensors
+        flat, wide = features.flatten(0, 1), gradient.dtype
+        total = gradient.sum(1).flatten()  # that log P's normaliser gets
+        weighted = (flat * total[:, None]).to(flat.dtype)
+        for_table, for_flat = torch.empty_like(table), torch.zeros_like(flat, dtype=wide)
+        for_bias = None if bias is None else torch.empty_like(bias)
+        for rows, logits in _blocks(flat, table, bias):
+            probability = logits.sub_(normaliser[:, None]).exp_()
+            if for_bias is not None:
+                for_bias[rows] = -(total @ probability)
+            probability = probability.to(flat.dtype)
+            for_table[rows] = (probability.T @ weighted).neg_()
+            for_flat -= probability @ table[rows].to(flat.dtype)
+        for_features = for_flat.mul_(total[:, None]).view_as(features)
+        for_features += gradient.mT @ table[labels].to(wide)
+        for_table.index_add_(0, labels.flatten(), (gradient @ features.to(wide)).flatten(0, 1).to(table.dtype))
+        if for_bias is not None:
+            for_bias.index_add_(0, labels.flatten(), gradient.sum(2).flatten().to(for_bias.dtype))
+        return for_features.to(features.dtype), for_table, for_bias, None
 
 
-def _logits(features: Tensor, table: Tensor, bias: Tensor) -> Tensor:
-    """[n, V], at least float32."""
-    return F.linear(features, table, bias).to(torch.promote_types(table.dtype, torch.float32))
+def _blocks(features: Tensor, table: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of the table, logits [N, rows] of features [N, e], at least float32), until all rows were there."""
+    size = max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // max(1, len(features)))
+    for low in range(0, len(table), size):
+        rows = slice(low, low + size)
+        logits = F.linear(features, table[rows].to(features.dtype))
+        logits = logits.to(torch.promote_types(features.dtype, torch.float32))
+        yield rows, logits if bias is None else logits.add_(bias[rows])

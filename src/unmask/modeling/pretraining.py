@@ -29,7 +29,7 @@ from transformers.utils import ModelOutput
 
 from unmask.alignment import log_likelihood, single_label
 from unmask.errors import UserError
-from unmask.modeling import relative, rotary
+from unmask.modeling import cpu, relative, rotary
 from unmask.modeling.decoder import Decoder, gather_rows
 from unmask.modeling.head import Head
 from unmask.modeling.positions import encode, max_positions, position_offset, probe
@@ -98,6 +98,7 @@ class PretrainingModel(PreTrainedModel):
             stock = self._new_stock(config)
         self.encoder: PreTrainedModel = stock.base_model
         relative.install(self.encoder, self.objective.relative_positions)
+        cpu.install(self.encoder)
         self.state_embeddings: torch.nn.Embedding | None = None
         self._tell_states_apart(config)
         self.head = Head(config.encoder, None if stock is self.encoder else stock, self.token_table)

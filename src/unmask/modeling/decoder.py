@@ -46,8 +46,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, *over: tuple[Tensor, Tensor | None]) -> Tensor:
         """x [B, q, D]; over: (context, mask) of each attention -> [B, q, D]."""
-        for attention, (context, mask) in zip(self.attentions, over, strict=True):
-            x = attention(x, context, mask)
+        for part, (context, mask) in zip(self.attentions, over, strict=True):
+            x = part(x, context, mask)
         return self.norm(x + self.down(F.gelu(self.up(x))))
 
 
@@ -112,9 +112,9 @@ class Decoder(nn.Module):
         values.mul_(2)
         first.out.weight.mul_(2)
         for layer in layers:
-            for attention in cast(list[Attention], list(layer.attentions)):
-                if attention is not first:
-                    nn.init.zeros_(attention.out.weight)
+            for part in cast(list[Attention], list(layer.attentions)):
+                if part is not first:
+                    nn.init.zeros_(part.out.weight)
             nn.init.zeros_(layer.down.weight)
 
     def forward(

@@ -139,7 +139,7 @@ def _weights(
 def _kept(shape: tuple[int, ...] | torch.Size, dropout: float) -> Tensor:
     """uint8 [shape], 0 with probability `dropout` to 16 bits, else 1 (of bool, conversion is slow)."""
     count = torch.Size(shape).numel()
-    bits = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)
+    bits = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-count // 4),)).view(torch.int16)
     return (bits[:count].view(shape) >= round(dropout * (1 << 16)) - (1 << 15)).view(torch.uint8)
 
 

@@ -10,6 +10,7 @@ states the masked block is k times as long, and the loss sums over all alignment
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -178,6 +179,11 @@ class PretrainingModel(PreTrainedModel):
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
         return self.token_table
+
+    def compile_layers(self) -> None:
+        """`torch.compile` for each layer of encoder and decoder by itself: layers alike share what is compiled."""
+        for layer in _layers(self):
+            layer.compile()
 
     @property
     def _is_loaded(self) -> bool:
@@ -383,6 +389,15 @@ class PretrainingModel(PreTrainedModel):
         """Where the vertices of a masked batch stand, k > 1; what else the batch holds does not matter."""
         k, anchors = self.objective.states, self.objective.expand_anchors
         return vertices_of(visible_positions, masked_positions, visible_mask, masked_mask, k, anchors)
+
+
+def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The members of its outermost module lists."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
 
 
 def _joined(

@@ -106,5 +106,5 @@ def _component(query: Tensor, key: Tensor, bias: Tensor, head: int) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp, in place, of what adds nothing below e^-87: to compute 0 and numbers next to it takes a CPU five times as long."""
+    """exp, in place, of what adds nothing below e^-87: zeros and denormals take a CPU five times as long."""
     return x.clamp_(min=-87.0).exp_()

@@ -130,6 +130,7 @@ class PretrainingArguments(TrainingArguments):
     save_total_limit: int | None = _flag(2, "Checkpoints to keep.")
     bf16: bool | None = _flag(None, "bfloat16 autocast. Default: where the hardware computes in it.")
     logging_nan_inf_filter: bool = _flag(False, "Leave losses that are not finite out of what is logged.")
+    torch_compile: bool = _flag(False, "Compile each layer of encoder and decoder: for long runs (docs/speed.md).")
     disable_tqdm: bool | None = _flag(False, "No progress bars.")
     report_to: None | str | list[str] = _flag("tensorboard", "Where curves are logged.")
     resume_from_checkpoint: str | None = _flag(
@@ -139,7 +140,9 @@ class PretrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name, value in trainer_defaults(self.bf16, self.fp16).items():
             setattr(self, name, value)
+        compiled, self.torch_compile = self.torch_compile, False  # layer by layer, by the trainer
         super().__post_init__()
+        self.torch_compile = compiled
 
 
 def parse_pairs(pairs: list[str] | dict[str, Any], flag: str) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""How much a step computes, holds, pads and recompiles: counted, so that a slower step is seen without a clock."""
+
+import numpy as np
+import pytest
+import torch
+from measuring import Step, activation_bytes
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from unmask.data.masking import EpochSampler, MaskedBatches, MaskedRows
+from unmask.modeling import cpu
+from unmask.modeling.pretraining import _layers
+from unmask.objectives import get_objective
+
+SMALL = {"layers": 2, "width": 64, "batch": 4, "length": 128}
+
+
+def counted(objective, **setting):
+    step = Step(objective, **(SMALL | setting))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        step.forward().backward()
+    return counter.get_total_flops(), step
+
+
+@pytest.mark.parametrize(
+    ("objective", "times"),
+    # Of the stock step's: fewer logits, and in MAE-LM fewer tokens in the encoder, more in the decoder.
+    [("mlm", 0.24), ("mae-lm", 0.29), ("mae-lm-2-layers", 0.24), ("exlm", 0.75), ("mae-exlm", 0.75)],
+)
+def test_flops_of_a_step_beside_the_stock_step(objective, times, monkeypatch):
+    monkeypatch.setattr("measuring.has_bf16", lambda: False)
+    stock, ours = counted("stock", vocab_size=16384)[0], counted(objective, vocab_size=16384)[0]
+    assert ours <= times * stock
+
+
+@pytest.mark.parametrize("objective", ["mlm", "mae-lm", "exlm", "mae-exlm"])
+def test_activations_do_not_grow_with_the_vocabulary(objective):
+    small, large = (activation_bytes(Step(objective, vocab_size=v, **SMALL)) for v in (8192, 131072))
+    assert large < 1.2 * small
+
+
+@pytest.mark.parametrize(
+    ("objective", "megabytes"),
+    [("stock", 90), ("mlm", 30), ("mae-lm", 35), ("exlm", 40), ("mae-exlm", 40)],
+)
+def test_activations_of_a_step(objective, megabytes, monkeypatch):
+    monkeypatch.setattr("measuring.has_bf16", lambda: False)
+    assert activation_bytes(Step(objective, vocab_size=16384, **SMALL)) < megabytes * 1e6
+
+
+def test_attention_in_blocks_holds_no_scores(monkeypatch):
+    """Longer sequences, the same tokens: what is held does not grow with the square of the length."""
+    monkeypatch.setattr("measuring.has_bf16", lambda: True)
+    monkeypatch.setattr(cpu, "SCORES", 1 << 14)
+    short, long = (
+        activation_bytes(Step("mlm", vocab_size=512, **(SMALL | {"batch": b, "length": n})))
+        for b, n in ((16, 64), (1, 1024))
+    )
+    assert long < 1.5 * short
+
+
+@pytest.mark.parametrize("model_type", ["modernbert", "bert"])
+@pytest.mark.parametrize("objective", ["mlm", "mae-lm", "exlm"])
+def test_compiled_layers_have_no_graph_breaks_and_share_their_graphs(model_type, objective):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    step = Step(objective, model_type=model_type, vocab_size=64, **(SMALL | {"layers": 4}))
+    expected = step.model.eval()(**step.batch).loss
+    for layer in (layers := list(_layers(step.model))):
+        layer.compile(backend=backend)
+    loss = step.model(**step.batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(layers) >= 4
+    assert len(graphs) <= 4, "layers alike share one graph; the decoder's last has fewer queries"
+    torch._dynamo.reset()
+
+
+def lengths_like_molecules(count=4000):
+    """Gamma-distributed as those of ChEMBL's SMILES: mean 47 tokens, spread 18."""
+    return np.clip(np.random.default_rng(0).gamma(7, 7, count).round(), 6, 128).astype(np.int64)
+
+
+@pytest.mark.parametrize("batch", [32, 128])
+def test_padding_of_short_sequences(batch):
+    from measuring import Ids
+
+    lengths = lengths_like_molecules()
+    rows = [np.array([2, *np.random.default_rng(n).integers(6, 60, n - 2), 3]) for n in lengths]
+    masked = MaskedRows(rows, get_objective("mae-lm"), Ids(64), 0)
+    keys = list(EpochSampler(lengths, batch, 0))
+    computed = real = 0
+    for low in range(0, len(keys), batch):
+        masked_batch = MaskedBatches(0)([masked[key] for key in keys[low : low + batch]])
+        for ids, mask in (("visible_ids", "visible_mask"), ("labels", "masked_mask")):
+            computed += masked_batch[ids].numel()
+            real += int(masked_batch[mask].sum()) if mask in masked_batch else masked_batch[ids].numel()
+    assert real == lengths.sum(), "nothing is lost"
+    assert computed - real < 0.05 * computed

@@ -72,7 +72,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", default="", help="Settings whose name holds this.")
+    parser.add_argument("--only", nargs="+", default=[""], help="Settings whose name holds one of these.")
     parser.add_argument("--keep_memory", action="store_true")
     parser.add_argument("--output", type=Path, help="Write the figures as JSON.")
     args = parser.parse_args()
@@ -86,7 +86,7 @@ def main() -> None:
     # A new process for every group: what another model leaves in memory would slow the stock step.
     fresh = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
     for title, objectives, setting in SETTINGS:
-        if args.only not in title:
+        if not any(part in title for part in args.only):
             continue
         print(f"| **{title}** | | | | | | |")
         results[title] = []

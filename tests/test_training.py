@@ -348,3 +348,14 @@ def test_run_folders_are_never_overwritten_unasked(settings, tmp_path):
     with pytest.raises(UserError, match="is not empty and holds no run"):
         pretrain(**{**settings, "output_dir": str(tmp_path / "other")}, max_steps=1, overwrite=True)
     assert Path(tmp_path / "other" / "thesis.tex").read_text() == "precious"
+
+
+def test_torch_compile_is_layer_by_layer(settings, tmp_path, monkeypatch):
+    """accelerate is not asked to compile the model as a whole, and the recipe still says that it was compiled."""
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kwargs: compiled.append(self))
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: pytest.fail("the whole model was compiled"))
+    pretrain(**settings | {"torch_compile": True, "max_steps": 2, "objective": "mae-lm"})
+    assert [type(layer).__name__ for layer in compiled][-1] == "DecoderLayer"
+    assert len(compiled) == SMALL["num_hidden_layers"] + 4, "the encoder's and the decoder's"
+    assert yaml.safe_load(Path(settings["output_dir"], "config.yaml").read_text())["torch_compile"] is True

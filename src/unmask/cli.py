@@ -382,7 +382,7 @@ COMMANDS = {
 def keep_memory() -> None:
     """Lets the process keep what it frees, instead of giving it back to the system and fetching it again, zeroed.
 
-    For glibc alone. Measured on 2 CPU cores: a training step 10 to 15% faster, its peak memory the same.
+    For glibc alone. Measured on 2 CPU cores: steps that hold much take up to 15% less time, peak memory within 4%.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never trim the heap

@@ -21,6 +21,7 @@ from unmask.cli import keep_memory
 REGIONS = {
     "_Blockwise": "attention",
     "aten::scaled_dot_product_attention": "attention",
+    "ScaledDotProduct": "attention",  # its backward
     "_Emissions": "head",
     "_Mixture": "transitions",
     "_LogLikelihood": "alignment",
@@ -33,7 +34,7 @@ def column(event: object) -> str:
     name, at = event.name, event
     while at is not None:
         for prefix, region in REGIONS.items():
-            if at.name.startswith(prefix) or (prefix[0] == "a" and at.name.startswith("ScaledDotProduct")):
+            if at.name.startswith(prefix):
                 return region
         at = at.cpu_parent
     if name in ("aten::mm", "aten::addmm", "aten::bmm"):
@@ -64,7 +65,8 @@ def main() -> None:
     keep_memory()
     peak = matmul_peak()
     setting = {name: getattr(args, name) for name in ("layers", "width", "vocab_size", "batch", "length")}
-    print(machine() | setting | {"matmul_peak_gflops": round(peak / 1e9)})
+    facts = machine() | setting | {"matmul_peak_gflops": round(peak / 1e9)}
+    print(facts)
     print(f"| | step | MFU | {' | '.join(COLUMNS)} |\n|{'---|' * (3 + len(COLUMNS))}")
     rows = {}
     for name in args.objectives:
@@ -75,9 +77,8 @@ def main() -> None:
         rows[name] = {"seconds": sorted(seconds), "mfu": step.flops / median / peak, "shares": parts}
         cells = " | ".join(f"{part:.0%}" if part >= 0.005 else "" for part in parts.values())
         print(f"| {name} | {1e3 * median:,.0f} ms | {rows[name]['mfu']:.0%} | {cells} |", flush=True)
-    if args.output:
-        facts = machine() | setting | {"matmul_peak_gflops": round(peak / 1e9)}
-        args.output.write_text(json.dumps(facts | {"rows": rows}, indent=1))
+        if args.output:
+            args.output.write_text(json.dumps(facts | {"rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ step() { # limit in seconds, name, command ...: a step that fails or takes too l
   timeout "$limit" "$@" 2>&1 | tee "$out/$name.log" || { echo "== $name failed"; failed=1; }
 }
 step 90 kernel "$python" benchmarks/kernel_check.py
-step 60 alignment "$python" benchmarks/alignment.py
+step 60 alignment "$python" benchmarks/alignment.py --output "$out/alignment.json"
 step 60 head "$python" benchmarks/head.py --output "$out/head.json"
 step 240 throughput "$python" benchmarks/throughput.py --keep_memory --repeats 10 --output "$out/throughput.json"
 exit "$failed"

@@ -86,9 +86,8 @@ class Step:
         flops = training_flops(ours, batches["visible_ids"].shape[1], batches["labels"].shape[1])
         if objective == "stock":  # the head reads every token
             flops = flops._replace(head=flops.head * length / batches["labels"].shape[1])
+            torch.manual_seed(0)  # the weights that ours began with
             self.model = AutoModelForMaskedLM.from_config(encoder_config(model_type, layers, width, vocab_size, length))
-            state = ours.encoder.state_dict()
-            self.model.base_model.load_state_dict(state)
             whole = torch.from_numpy(np.stack(rows))
             labels = torch.full_like(whole, -100).scatter(1, batches["masked_positions"], batches["labels"])
             inputs = whole.scatter(1, batches["masked_positions"], batches["masked_inputs"])

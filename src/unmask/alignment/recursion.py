@@ -225,8 +225,8 @@ def _scaled(match: Tensor, links: Tensor, target_length: Tensor, state_length: T
     strongest = _finite(links.amax(2))
     emission = match + strongest[:, None, :] * (t < target_length[:, None, None] - 1)  # the last vertex is not left
     loudest = _finite(emission.amax(2))
-    link = _exp(links - strongest[:, :, None])
-    emission = _exp(emission.sub_(loudest[:, :, None]))
+    link = (links - strongest[:, :, None]).exp_()
+    emission = emission.sub_(loudest[:, :, None]).exp_()
     beyond = max(steps + w - 1 - vertices, 0)  # the last bands of shorter sequences reach past their vertices
     if beyond:
         emission, link = F.pad(emission, (0, beyond)), F.pad(link, (0, beyond, 0, beyond))
@@ -269,12 +269,6 @@ def _scaled(match: Tensor, links: Tensor, target_length: Tensor, state_length: T
     link_use = link.mul_(leaving[:, :-1].transpose(1, 2) @ ahead[:, 1:])
     log_z = torch.where(inside[:, :, 0], norm[:, :, 0].log() + loudest.T, 0.0).sum(0)
     return _Pass(log_z, occupancy[:, :, :vertices], link_use[:, :vertices, :vertices]), safe
-
-
-def _exp(x: Tensor) -> Tensor:
-    """exp in place; below e^-690, where numbers cease to be normal and a CPU takes five times as long, 0."""
-    nothing = x < -690.0
-    return x.clamp_(min=-690.0).exp_().masked_fill_(nothing, 0.0)
 
 
 def _spread(band: Tensor, vertices: int) -> Tensor:

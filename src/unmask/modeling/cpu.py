@@ -1,6 +1,6 @@
 """What PyTorch computes slowly on a CPU, computed faster: attention in bfloat16, and the random masks of dropout.
 
-Its fused attention does little of a bfloat16 product in hardware, and its Bernoulli numbers come one at a time
+Its fused attention takes longer in bfloat16 than in float32, and its Bernoulli numbers come one at a time
 (docs/speed.md). Everywhere else, the stock functions are what runs.
 """
 
@@ -30,9 +30,9 @@ class Dropout(nn.Dropout):
     """Stock dropout, its masks drawn sixteen bits at a time on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0 or x.device.type != "cpu":
+        if not (self.training and 0 < self.p < 1 and x.device.type == "cpu"):
             return super().forward(x)
-        return x * _kept(x.shape, self.p).to(x.dtype).mul_(1 / (1 - self.p))
+        return x * _factor(_kept(x.shape, self.p), self.p, x.dtype)
 
 
 def attention(
@@ -51,7 +51,7 @@ def attention(
     kind = query.device.type
     if kind == "cpu" and torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    if kind != "cpu" or query.dtype != torch.bfloat16:
+    if kind != "cpu" or query.dtype != torch.bfloat16 or dropout >= 1:
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     kept = _kept((*query.shape[:3], key.shape[2]), dropout) if dropout else None
@@ -78,7 +78,9 @@ class _Blockwise(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             for part in _parts(query, key):
                 q, k, v = (_heads(x, part) for x in (query, key, value))
-                weights, _ = _weights(ctx, part, q * scale, k, mask, kept)
+                weights = _softmax(part, q * scale, k, mask)
+                if kept is not None:
+                    weights = weights * _factor(_heads(kept, part), dropout, weights.dtype)
                 out[part] = torch.bmm(weights, v).view_as(out[part])
         return out
 
@@ -90,10 +92,11 @@ class _Blockwise(torch.autograd.Function):
         for part in _parts(query, key):
             q, k, v, g = (_heads(x, part) for x in (query, key, value, gradient))
             q = q * ctx.scale
-            weights, softmax = _weights(ctx, part, q, k, mask, kept)
+            weights = softmax = _softmax(part, q, k, mask)
             for_weights = torch.bmm(g, v.mT)
             if kept is not None:
-                for_weights.mul_(_heads(kept, part).to(softmax.dtype).mul_(1 / (1 - ctx.dropout)))
+                factor = _factor(_heads(kept, part), ctx.dropout, softmax.dtype)
+                weights, for_weights = softmax * factor, for_weights.mul_(factor)
             for_scores = torch.ops.aten._softmax_backward_data(for_weights, softmax, -1, softmax.dtype)
             for_value[part] = torch.bmm(weights.mT, g).view_as(for_value[part])
             for_query[part] = torch.bmm(for_scores, k).mul_(ctx.scale).view_as(for_query[part])
@@ -121,29 +124,30 @@ def _as_projected(x: Tensor) -> Tensor:
     return x.new_empty([x.shape[i] for i in (0, 2, 1, 3)]).transpose(1, 2)
 
 
-def _weights(
-    ctx: Any, part: tuple[slice, slice], query: Tensor, key: Tensor, mask: Tensor | None, kept: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention's weights [b h, q, n] of a part, after and before dropout, from its scaled queries."""
+def _softmax(part: tuple[slice, slice], query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention's weights [b h, q, n] of a part, before dropout, from its scaled queries and its keys."""
     scores = torch.bmm(query, key.mT)
     if mask is not None:
         own = mask[part[0] if len(mask) > 1 else slice(None), part[1] if mask.shape[1] > 1 else slice(None)]
         by_head = scores.unflatten(0, (-1, part[1].stop - part[1].start))
         by_head.masked_fill_(~own, torch.finfo(scores.dtype).min)
-    softmax = scores.softmax(-1)
-    if kept is None:
-        return softmax, softmax
-    return (_heads(kept, part).to(softmax.dtype).mul_(1 / (1 - ctx.dropout)) * softmax), softmax
+    return scores.softmax(-1)
 
 
 def _kept(shape: tuple[int, ...] | torch.Size, dropout: float) -> Tensor:
     """uint8 [shape], 0 with probability `dropout` to 16 bits, else 1 (of bool, conversion is slow)."""
     count = torch.Size(shape).numel()
     bits = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-count // 4),)).view(torch.int16)
-    return (bits[:count].view(shape) >= round(dropout * (1 << 16)) - (1 << 15)).view(torch.uint8)
+    below = min(round(dropout * (1 << 16)), (1 << 16) - 1) - (1 << 15)
+    return (bits[:count].view(shape) >= below).view(torch.uint8)
 
 
-def _stock(
+def _factor(kept: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+    """0 where left out, 1 / (1 - dropout) where kept, so that the mean stays."""
+    return kept.to(dtype).mul_(1 / (1 - dropout))
+
+
+def _for_transformers(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -166,5 +170,5 @@ def _stock(
     return attention(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, _stock)
+AttentionInterface.register(NAME, _for_transformers)
 AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -112,7 +112,7 @@ class Head(nn.Module):
         features, kind = self.transform(hidden), hidden.device.type
         if torch.is_autocast_enabled(kind):
             features = features.to(torch.get_autocast_dtype(kind))
-        table, few = self._table(embedding), max(1, STATES // hidden.shape[1])
+        table, few = self._table(embedding), max(1, STATES.get(kind, STATES["cuda"]) // hidden.shape[1])
         parts = zip(features.split(few), labels.clamp(min=0).split(few), strict=True)
         scores = torch.cat([_Emissions.apply(part, table, self.bias, own) for part, own in parts])
         return scores.masked_fill((labels == -100)[:, :, None], 0.0)
@@ -126,7 +126,8 @@ class Head(nn.Module):
         return embedding.weight if self.weight is None else self.weight
 
 
-STATES = 1 << 11  # that meet a block of the vocabulary together: with more, blocks become too narrow for a fast product
+STATES = {"cpu": 1 << 11, "cuda": 1 << 15}
+"""States that meet a block of the vocabulary together, by device: with more, blocks become too narrow to be fast."""
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}
 """Logits that are held at once, by device; of 2^18 ... 2^23 the fastest on 2 CPU cores."""
 

@@ -180,10 +180,10 @@ class PretrainingModel(PreTrainedModel):
     def get_input_embeddings(self) -> torch.nn.Embedding:
         return self.token_table
 
-    def compile_layers(self) -> None:
-        """`torch.compile` for each layer of encoder and decoder by itself: layers alike share what is compiled."""
+    def compile_layers(self, **options: Any) -> None:
+        """`torch.compile(**options)` for each layer of encoder and decoder by itself; layers alike share the result."""
         for layer in _layers(self):
-            layer.compile()
+            layer.compile(**options)
 
     @property
     def _is_loaded(self) -> bool:

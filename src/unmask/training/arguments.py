@@ -140,7 +140,8 @@ class PretrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name, value in trainer_defaults(self.bf16, self.fp16).items():
             setattr(self, name, value)
-        compiled, self.torch_compile = self.torch_compile, False  # layer by layer, by the trainer
+        # The trainer compiles layer by layer: without a backend named here, accelerate does not compile the whole.
+        compiled, self.torch_compile = self.torch_compile, False
         super().__post_init__()
         self.torch_compile = compiled
 

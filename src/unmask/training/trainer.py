@@ -51,7 +51,6 @@ class PretrainingTrainer(Trainer):
         vocabulary = Vocabulary(tokenizer)
         seed = args.seed if args.data_seed is None else args.data_seed
         anchors = model.objective.expand_anchors
-        compiled, args.torch_compile = args.torch_compile, False  # accelerate would compile the model as a whole
         super().__init__(
             model=model,
             args=args,
@@ -64,8 +63,7 @@ class PretrainingTrainer(Trainer):
             processing_class=tokenizer,
             **kwargs,
         )
-        if compiled:
-            args.torch_compile = True
+        if args.torch_compile:
             model.compile_layers()
         show_progress(self)
         if eval_rows is not None:

@@ -121,7 +121,7 @@ def test_scaled_and_log_space_agree():
     lengths = torch.tensor([9, 8, 2, 5]), torch.tensor([30, 8 + 10, 20, 29])
     match[:, 0, 0], match[torch.arange(4), lengths[0] - 1, lengths[1] - 1] = 0.5, -0.5
     potentials = recursion._log_potentials(match, links, *lengths)
-    scaled, safe = recursion._scaled(*potentials, *lengths)
+    scaled, safe = recursion._scaled(*(x.clone() for x in potentials), *lengths)
     assert safe.all()
     for fast, slow in zip(scaled, recursion._in_log_space(*potentials, *lengths), strict=True):
         torch.testing.assert_close(fast, slow, atol=1e-11, rtol=1e-11)
@@ -153,6 +153,17 @@ def test_every_input_with_a_path_has_a_finite_answer(scale):
     torch.testing.assert_close(links.grad, exact.link_use, rtol=0, atol=1e-9)
 
 
+def test_a_path_that_falls_behind_and_catches_up():
+    """0 -> 2 -> 4 -> 5 is e^-800 behind after a step, and e^400 ahead of 0 -> 1 -> 3 -> 5 in the end."""
+    match, links = torch.zeros(1, 4, 6), torch.full((1, 6, 6), -INFINITY)
+    for w, u, score in ((0, 1, 0), (0, 2, -800), (1, 3, -600), (3, 5, -600), (2, 4, 0), (4, 5, 0)):
+        links[0, w, u] = score
+    gamma, _ = posteriors(match, links, torch.tensor([4]), torch.tensor([6]))
+    assert gamma[0].argmax(1).tolist() == [0, 2, 4, 5]
+    log_z = log_likelihood(match, links, torch.tensor([4]), torch.tensor([6]))
+    torch.testing.assert_close(log_z, torch.tensor([-800.0], dtype=torch.float64))
+
+
 def test_a_path_through_every_vertex_and_a_path_of_one():
     match, links = random_scores(np.random.default_rng(3), 2, 5, 5, 1.0)
     chain = match[0].diagonal().sum() + links[0].diagonal(1).sum()
@@ -178,7 +189,7 @@ def test_padding_is_ignored_whatever_it_holds():
     lengths = torch.tensor([3, 2]), torch.tensor([6, 4])
     expected = log_likelihood(match, links, *lengths)
     match[1, 2:], match[1, :, 4:] = float("nan"), INFINITY
-    links[1, 4:], links[1, :, 4:] = float("nan"), 1e9
+    links[1, 4:], links[1, :, 4:] = 1e9, float("nan")
     links[0] += torch.ones(6, 6).tril() * 1e9
     torch.testing.assert_close(log_likelihood(match, links, *lengths), expected)
     gamma, xi = posteriors(match, links, *lengths)

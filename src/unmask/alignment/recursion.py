@@ -155,17 +155,18 @@ class _LogLikelihood(torch.autograd.Function):
 
 @torch.no_grad()
 def _forward_backward(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> _Pass:
-    match, links = _log_potentials(match, links, target_length, state_length)
+    potentials = _log_potentials(match, links, target_length, state_length)
     if _on_kernel(match):
         from unmask.alignment.kernel import forward_backward
 
-        passed = _Pass(*forward_backward(match, links, target_length, state_length))
+        passed = _Pass(*forward_backward(*potentials, target_length, state_length))
         _refuse_no_path(passed.log_z == NEGATIVE_INFINITY)
         return passed
-    passed, safe = _scaled(match, links, target_length, state_length)
+    passed, safe = _scaled(*potentials, target_length, state_length)
     if not safe.all():
         again = ~safe
-        exact = _in_log_space(match[again], links[again], target_length[again], state_length[again])
+        lengths = target_length[again], state_length[again]
+        exact = _in_log_space(*_log_potentials(match[again], links[again], *lengths), *lengths)
         for whole, part in zip(passed, exact, strict=True):
             whole[again] = part
     _refuse_no_path(passed.log_z == NEGATIVE_INFINITY)
@@ -200,89 +201,71 @@ def _log_potentials(match: Tensor, links: Tensor, target_length: Tensor, state_l
     if target_length.max() > steps or state_length.max() > vertices or target_length.min() < 1:
         raise ValueError("target_length must lie in 1 ... T and state_length in 1 ... S.")
     _refuse_no_path(state_length < target_length)
-    t = torch.arange(steps, device=match.device)[:, None]
-    u = torch.arange(vertices, device=match.device)
-    last_t, last_u = (target_length - 1)[:, None, None], (state_length - 1)[:, None, None]
-    feasible = (t <= u) & (u - t <= last_u - last_t) & (t <= last_t)
-    feasible &= ((t > 0) | (u == 0)) & ((t < last_t) | (u == last_u))
-    allowed = (u[:, None] < u) & (u <= last_u)
+    t, u = torch.arange(steps, device=match.device), torch.arange(vertices, device=match.device)
+    last_t, last_u = target_length[:, None] - 1, state_length[:, None] - 1
+    lowest = torch.where(t < last_t, t, last_u).masked_fill(t > last_t, vertices)
+    highest = torch.where(t > 0, t + last_u - last_t, 0)
+    outside = (u < lowest[:, :, None]) | (u > highest[:, :, None])
+    forbidden = (u[:, None] >= u) | (u > last_u[:, :, None])
     return (
-        match.to(torch.float64, copy=True).masked_fill_(~feasible, NEGATIVE_INFINITY),
-        links.to(torch.float64, copy=True).masked_fill_(~allowed, NEGATIVE_INFINITY),
+        match.to(torch.float64, copy=True).masked_fill_(outside, NEGATIVE_INFINITY),
+        links.to(torch.float64, copy=True).masked_fill_(forbidden, NEGATIVE_INFINITY),
     )
 
 
 def _scaled(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> tuple[_Pass, Tensor]:
-    """Forward-backward in scaled probabilities, and which sequences [B] certainly lost nothing to rounding to zero.
+    """Forward-backward in scaled probabilities, and which sequences [B] lost nothing to rounding to zero.
 
-    What is taken out for scale: of each vertex's links their largest, of each step's emissions their largest, of α its
-    sum (`norm`), of β its largest (`peak`). At step t a path is at one of the vertices t ... t + w - 1, so everything
-    that belongs to a step is a band [T, B, w].
+    Overwrites match and links. What is taken out for scale: of each vertex's links their largest, of each step's
+    emissions their largest, of α its sum; β is divided by the same sums, so that γ = αβ. At step t a path is at one of
+    the vertices t ... t + w - 1, and no others are computed.
+
+    What α lost at a step weighs at most S x 1e-308 / its sum x the largest β there. (Only a path that β lost as well
+    would go unseen: 1e-308 behind all others before one step, and as far behind after a later one.)
     """
     batch, steps, vertices = match.shape
     w = int((state_length - target_length).max()) + 1
-    t = torch.arange(steps, device=match.device)[:, None]
+    inside = (torch.arange(steps, device=match.device) < target_length[:, None])[:, :, None]
     strongest = _finite(links.amax(2))
-    emission = match + strongest[:, None, :] * (t < target_length[:, None, None] - 1)  # the last vertex is not left
-    loudest = _finite(emission.amax(2))
-    link = (links - strongest[:, :, None]).exp_()
-    emission = emission.sub_(loudest[:, :, None]).exp_()
+    match += strongest[:, None, :]  # leaving a vertex counts as emitting from it; the last one has no links
+    loudest = _finite(match.amax(2, keepdim=True))
+    link, emission = links.sub_(strongest[:, :, None]).exp_(), match.sub_(loudest).exp_()
     beyond = max(steps + w - 1 - vertices, 0)  # the last bands of shorter sequences reach past their vertices
     if beyond:
         emission, link = F.pad(emission, (0, beyond)), F.pad(link, (0, beyond, 0, beyond))
-    # Rows [1, w]: on a CPU a row times a batch of matrices is 4 to 6 times as fast as the matrices times a column.
-    emissions = _band(emission, w).transpose(0, 1).contiguous()[:, :, None]
+    onward, emissions = _windows(link[:, :, 1:], steps - 1, w, w), _windows(emission, steps, 1, w)
 
-    tiny = torch.finfo(match.dtype).tiny
-    alpha, norm = torch.empty_like(emissions), match.new_empty(steps, batch, 1, 1)
-    alpha[0] = emissions[0]
-    forth = list(zip(alpha.unbind(), emissions.unbind(), norm.unbind(), strict=True))
-    for i, (here, emit, total) in enumerate(forth):
-        if i:
-            torch.bmm(forth[i - 1][0], link[:, i - 1 : i - 1 + w, i : i + w], out=here)
-            here *= emit
+    # Rows [1, w]: on a CPU a row times a batch of matrices is 4 to 6 times as fast as the matrices times a column.
+    alpha, norm = torch.zeros_like(emission), torch.empty_like(loudest)
+    alpha[:, 0] = emission[:, 0]
+    alphas, tiny = _windows(alpha, steps, 1, w), torch.finfo(match.dtype).tiny
+    for t, (emit, here, total) in enumerate(zip(emissions, alphas, norm.split(1, dim=1), strict=True)):
+        if t:
+            torch.mul(emit, torch.bmm(alphas[t - 1], onward[t - 1]), out=here)
         torch.sum(here, 2, keepdim=True, out=total)
         here /= total.clamp(min=tiny)
 
-    last = (target_length - 1 == t)[:, :, None, None]
-    ends = (state_length - target_length)[:, None] == torch.arange(w, device=match.device)
-    beta = (last & ends[:, None, :]).to(match.dtype)
-    ahead, peak = emissions * beta, torch.zeros_like(norm)
-    back = list(zip(ahead.unbind(), emissions.unbind(), peak.unbind(), beta.unbind(), strict=True))
-    for i in reversed(range(steps - 1)):
-        onward, emit, largest, here = back[i]
-        left = torch.bmm(back[i + 1][0], link[:, i : i + w, i + 1 : i + 1 + w].transpose(1, 2))
-        torch.amax(left, 2, keepdim=True, out=largest)
-        here += left.div_(largest.clamp(min=tiny))
-        torch.mul(emit, here, out=onward)
+    norm = torch.where(inside, norm, 1.0)
+    emission /= norm
+    beta = torch.zeros_like(emission)
+    beta[torch.arange(batch, device=match.device), target_length - 1, state_length - 1] = 1.0
+    ahead = emission * beta
+    betas, aheads = _windows(beta, steps, 1, w), _windows(ahead, steps, 1, w)
+    for t in reversed(range(steps - 1)):
+        here = betas[t]
+        here += torch.bmm(aheads[t + 1], onward[t].mT)
+        torch.mul(emissions[t], here, out=aheads[t])
 
-    alpha, beta, ahead, norm, peak, last = (x[:, :, 0] for x in (alpha, beta, ahead, norm, peak, last))
-    inside = (t < target_length)[:, :, None]
-    norm, peak = torch.where(inside, norm, 1.0), torch.where(inside & ~last, peak, 1.0)
-    occupancy = alpha * beta
-    overlap = torch.where(inside, occupancy.sum(2, keepdim=True), 1.0)
-    safe = (torch.minimum(norm, peak) * overlap).amin((0, 2)) > LEAST_SAFE
-    overlap, peak = torch.where(safe[:, None], overlap, 1.0), torch.where(safe[:, None], peak, 1.0)
-    occupancy /= overlap
-    leaving = alpha.div_(overlap * peak)
-    occupancy, leaving, ahead = (_spread(x, vertices + beyond) for x in (occupancy, leaving, ahead))
-    link_use = link.mul_(leaving[:, :-1].transpose(1, 2) @ ahead[:, 1:])
-    log_z = torch.where(inside[:, :, 0], norm[:, :, 0].log() + loudest.T, 0.0).sum(0)
-    return _Pass(log_z, occupancy[:, :, :vertices], link_use[:, :vertices, :vertices]), safe
+    log_z = torch.where(inside, norm.log() + loudest, 0.0).sum((1, 2))
+    safe = (norm / beta.amax(2, keepdim=True).clamp(min=1.0)).amin((1, 2)) > LEAST_SAFE
+    link_use = link.mul_(alpha[:, :-1].mT @ ahead[:, 1:])
+    return _Pass(log_z, alpha.mul_(beta)[:, :, :vertices], link_use[:, :vertices, :vertices]), safe
 
 
-def _spread(band: Tensor, vertices: int) -> Tensor:
-    """[T, B, w] -> [B, T, S], zero outside the band."""
-    steps, batch, w = band.shape
-    whole = band.new_zeros(batch, steps, vertices)
-    _band(whole, w).copy_(band.transpose(0, 1))
-    return whole
-
-
-def _band(x: Tensor, w: int) -> Tensor:
-    """The view [B, T, w] of a contiguous x [B, T, S >= T + w - 1] that holds x[:, t, t + j] at [:, t, j]."""
-    batch, steps, vertices = x.shape
-    return x.as_strided((batch, steps, w), (steps * vertices, vertices + 1, 1))
+def _windows(x: Tensor, count: int, rows: int, columns: int) -> tuple[Tensor, ...]:
+    """`count` views [B, rows, columns] of x [B, ., .]: the first is in the corner, each is one down and one right."""
+    down, right = x.stride()[1:]
+    return x.as_strided((count, len(x), rows, columns), (down + right, x.stride(0), down, right)).unbind()
 
 
 def _in_log_space(match: Tensor, links: Tensor, target_length: Tensor, state_length: Tensor) -> _Pass:

@@ -19,6 +19,7 @@ from unmask.evaluation.finetune import Settings, finetune, loss_of
 from unmask.evaluation.probe import Features, probe
 from unmask.evaluation.tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, Split, Task
 from unmask.experiments import curve
+from unmask.modeling import cpu
 from unmask.modeling.stock import Encoder
 
 
@@ -68,6 +69,20 @@ def tuned(encoder_folder: Path, task: Task, seed: int = 1, settings: Settings = 
 
 def headline(task: Task, scores: np.ndarray) -> float:
     return task.headline(scores, np.arange(len(scores)))
+
+
+def test_the_model_that_is_tuned_is_the_stock_one_with_the_fast_attention(encoder_folder, monkeypatch):
+    stock = AutoModelForSequenceClassification.from_pretrained(encoder_folder, num_labels=3).eval()
+    model = Encoder(str(encoder_folder)).load(AutoModelForSequenceClassification, num_labels=3).eval()
+    model.load_state_dict(stock.state_dict())
+    weights = []
+    monkeypatch.setattr(cpu, "_softmax", lambda *args, own=cpu._softmax: weights.append(own(*args)) or weights[-1])
+    ids = torch.randint(6, stock.config.vocab_size, (3, 20))
+    mask = torch.arange(20) < torch.tensor([20, 7, 12])[:, None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, logits = (m(input_ids=ids, attention_mask=mask.long()).logits.float() for m in (stock, model))
+    assert len(weights) == stock.config.num_hidden_layers
+    torch.testing.assert_close(logits, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("kind", [CLASSIFICATION, REGRESSION, MULTI_LABEL])

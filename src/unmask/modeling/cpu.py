@@ -17,11 +17,11 @@ NAME = "unmask"  # of the attention, among those of transformers
 SCORES = 1 << 20  # attention scores that are held at once: of 2^17 ... 2^22 the fastest on 2 CPU cores
 
 
-def install(encoder: PreTrainedModel) -> None:
-    """Gives an encoder on stock SDPA this attention, and its dropout these masks; weights and results stay."""
-    if encoder.config._attn_implementation == "sdpa":
-        encoder.config._attn_implementation = NAME
-    for module in encoder.modules():
+def install(model: PreTrainedModel) -> None:
+    """Gives a model on stock SDPA this attention, and its dropout these masks; weights and results stay."""
+    if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
+        model.config._attn_implementation = NAME
+    for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = Dropout
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedToken
 
 from unmask.data.tokenizers import load_tokenizer, prepared
 from unmask.errors import UserError
+from unmask.modeling import cpu
 
 logger = logging.getLogger("unmask")
 
@@ -60,9 +61,9 @@ class Encoder:
         return int(min(wanted, limit, wanted if positions is None else positions - offset))
 
     def load(self, auto: Any = AutoModel, **changes: Any) -> PreTrainedModel:
-        """The stock model of an Auto class, float32; its weights are safetensors. Raises `UserError`."""
+        """The stock model of an Auto class, float32, from safetensors, with `cpu`'s attention. Raises `UserError`."""
         try:
-            return auto.from_pretrained(
+            model = auto.from_pretrained(
                 self.path, trust_remote_code=self.trust_remote_code, use_safetensors=True, dtype="float32", **changes
             )
         except (OSError, ValueError) as error:
@@ -70,6 +71,8 @@ class Encoder:
             raise UserError(
                 f"'{self.name}' cannot be loaded by {auto.__name__} ({reason}): choose a checkpoint that it takes."
             ) from error
+        cpu.install(model)
+        return model
 
     def encode(self, texts: Sequence[tuple[str, ...]], max_length: int, name: str) -> list[dict[str, list[int]]]:
         """Each text, or pair, as `input_ids` and what else the tokenizer gives; how many were cut is said.

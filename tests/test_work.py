@@ -55,6 +55,26 @@ def test_activations_of_a_step(objective, megabytes, monkeypatch):
     assert activation_bytes(Step(objective, vocab_size=16384, **SMALL)) < megabytes * 1e6
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("objective", ["mlm", "mae-lm", "mae-lm-self-cross", "exlm", "mae-exlm"])
+def test_checkpointed_activations_are_fewer_and_learn_the_same(objective, reentrant, monkeypatch):
+    monkeypatch.setattr("measuring.has_bf16", lambda: False)
+    step = Step(objective, vocab_size=64, **(SMALL | {"layers": 6}))
+    plain, loss = activation_bytes(step), step.forward()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in step.model.named_parameters() if p.grad is not None}
+    step.optimizer.zero_grad()
+    step.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    again = step.forward()
+    again.backward()
+    torch.testing.assert_close(again, loss)
+    for name, parameter in step.model.named_parameters():
+        if name in gradients:
+            torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-5)
+    step.optimizer.zero_grad()
+    assert activation_bytes(step) < 0.6 * plain
+
+
 def test_attention_in_blocks_holds_the_scores_of_a_few_heads(monkeypatch):
     monkeypatch.setattr(cpu, "SCORES", 256 * 256)  # those of one head
     inputs = [torch.randn(8, 4, 256, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]

@@ -18,6 +18,7 @@ do not fit.
 """
 
 import importlib.util
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -229,7 +230,7 @@ def _scaled(match: Tensor, links: Tensor, target_length: Tensor, state_length: T
     strongest = _finite(links.amax(2))
     match += strongest[:, None, :]  # leaving a vertex counts as emitting from it; the last one has no links
     loudest = _finite(match.amax(2, keepdim=True))
-    link, emission = links.sub_(strongest[:, :, None]).exp_(), match.sub_(loudest).exp_()
+    link, emission = _exp(links.sub_(strongest[:, :, None])), _exp(match.sub_(loudest))
     beyond = max(steps + w - 1 - vertices, 0)  # the last bands of shorter sequences reach past their vertices
     if beyond:
         emission, link = F.pad(emission, (0, beyond)), F.pad(link, (0, beyond, 0, beyond))
@@ -260,6 +261,11 @@ def _scaled(match: Tensor, links: Tensor, target_length: Tensor, state_length: T
     safe = (norm / beta.amax(2, keepdim=True).clamp(min=1.0)).amin((1, 2)) > LEAST_SAFE
     link_use = link.mul_(alpha[:, :-1].mT @ ahead[:, 1:])
     return _Pass(log_z, alpha.mul_(beta)[:, :, :vertices], link_use[:, :vertices, :vertices]), safe
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp, in place; on a CPU `exp2` takes a third of `exp`'s time, and a tenth where the result is zero."""
+    return x.mul_(1 / math.log(2)).exp2_()
 
 
 def _windows(x: Tensor, count: int, rows: int, columns: int) -> tuple[Tensor, ...]:

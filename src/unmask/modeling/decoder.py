@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from unmask.modeling.cpu import attention
 
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         return self.norm(x + self.out(attended.transpose(1, 2).flatten(2)))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(GradientCheckpointingLayer):
     """One attention, or two (over the masked block, then over the encoder's output), then the feed-forward."""
 
     def __init__(self, size: int, heads: int, attentions: int) -> None:
@@ -44,9 +45,9 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(4 * size, size)
         self.norm = nn.LayerNorm(size, eps=1e-5)
 
-    def forward(self, x: Tensor, *over: tuple[Tensor, Tensor | None]) -> Tensor:
-        """x [B, q, D]; over: (context, mask) of each attention -> [B, q, D]."""
-        for part, (context, mask) in zip(self.attentions, over, strict=True):
+    def forward(self, x: Tensor, *over: Tensor | None) -> Tensor:
+        """x [B, q, D]; over: each attention's context and mask, one after the other -> [B, q, D]."""
+        for part, context, mask in zip(self.attentions, over[::2], over[1::2], strict=True):
             x = part(x, context, mask)
         return self.norm(x + self.down(F.gelu(self.up(x))))
 
@@ -142,10 +143,10 @@ class Decoder(nn.Module):
         attend = None if mask is None else mask[:, None, None, :]
         if self.attention == "self":
             for layer in self.layers[:-1]:
-                x = layer(x, (x, attend))
+                x = layer(x, x, attend)
             # Only these are read, so the last layer is computed for them alone.
             queries = x[:, v:] if wanted is None else gather_rows(x, wanted)
-            return self.out(self.layers[-1](queries, (x, attend)))
+            return self.out(self.layers[-1](queries, x, attend))
         memory, x = x[:, :v], x[:, v:]
         over_memory = None if attend is None else attend[..., :v]
         over_masked = None if attend is None else attend[..., v:]
@@ -153,8 +154,8 @@ class Decoder(nn.Module):
             before = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
             over_masked = before if over_masked is None else over_masked & before
         for layer in self.layers:
-            own = [(x, over_masked)] if "+" in self.attention else []
-            x = layer(x, *own, (memory, over_memory))
+            own = (x, over_masked) if "+" in self.attention else ()
+            x = layer(x, *own, memory, over_memory)
         return self.out(x)
 
 

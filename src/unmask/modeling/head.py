@@ -4,6 +4,7 @@ The pieces are those of the family's stock `AutoModelForMaskedLM`, taken by name
 loaded and an MLM head can be handed back (`export`).
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -126,6 +127,7 @@ class Head(nn.Module):
         return embedding.weight if self.weight is None else self.weight
 
 
+LOG2_E = 1 / math.log(2)
 STATES = {"cpu": 1 << 11, "cuda": 1 << 15}
 """States that meet a block of the vocabulary together, by device: with more, blocks become too narrow to be fast."""
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}
@@ -144,10 +146,10 @@ class _Emissions(torch.autograd.Function):
         with torch.autocast(features.device.type, enabled=False):
             flat = features.flatten(0, 1)
             sums = []
-            for _, logits in _blocks(flat, table, bias):
-                peak = logits.amax(1, keepdim=True)
-                sums.append(logits.sub_(peak).exp_().sum(1).log_().add_(peak[:, 0]))
-            normaliser = torch.stack(sums).logsumexp(0)
+            for _, bits in _blocks(flat, table, bias):
+                peak = bits.amax(1, keepdim=True)
+                sums.append(bits.sub_(peak).exp2_().sum(1).log2_().add_(peak[:, 0]))
+            normaliser = torch.stack(sums).div_(LOG2_E).logsumexp(0)
             own = table[labels].to(normaliser.dtype) @ features.mT.to(normaliser.dtype)
             if bias is not None:
                 own += bias[labels][:, :, None]
@@ -163,8 +165,9 @@ class _Emissions(torch.autograd.Function):
         weighted = (flat * total[:, None]).to(flat.dtype)
         for_table, for_flat = torch.empty_like(table), torch.zeros_like(flat, dtype=wide)
         for_bias = None if bias is None else torch.empty_like(bias)
-        for rows, logits in _blocks(flat, table, bias):
-            probability = logits.sub_(normaliser[:, None]).exp_()
+        normaliser = normaliser[:, None] * LOG2_E
+        for rows, bits in _blocks(flat, table, bias):
+            probability = bits.sub_(normaliser).exp2_()
             if for_bias is not None:
                 for_bias[rows] = -(total @ probability)
             probability = probability.to(flat.dtype)
@@ -179,10 +182,14 @@ class _Emissions(torch.autograd.Function):
 
 
 def _blocks(features: Tensor, table: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of the table, logits [N, rows] of features [N, e], at least float32), until all rows were there."""
+    """(rows of the table, logits [N, rows] / log 2 of features [N, e], at least float32), until all rows were there.
+
+    To base 2, because PyTorch's `exp2` takes a quarter of its `exp`'s time on a CPU.
+    """
     size = max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // max(1, len(features)))
+    bias = None if bias is None else bias * LOG2_E
     for low in range(0, len(table), size):
         rows = slice(low, low + size)
         logits = F.linear(features, table[rows].to(features.dtype))
-        logits = logits.to(torch.promote_types(features.dtype, torch.float32))
-        yield rows, logits if bias is None else logits.add_(bias[rows])
+        bits = logits.to(torch.promote_types(features.dtype, torch.float32))
+        yield rows, bits.mul_(LOG2_E) if bias is None else torch.add(bias[rows], bits, alpha=LOG2_E, out=bits)

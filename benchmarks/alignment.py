@@ -2,11 +2,12 @@
 
     python benchmarks/alignment.py [--output benchmarks/alignment.json]
 
-Float32 inputs, the two alternating; prints medians and their ratio. The loop is the obvious way to write
-the recursion, and the way of the reference where it has no CUDA kernel.
+Float32 inputs, the two alternating; prints medians, their ratio, and the most memory that each holds at once. The loop
+is the obvious way to write the recursion, and the way of the reference where it has no CUDA kernel.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import DEVICE, machine, ratios
+from measuring import DEVICE, Activations, machine, ratios
 from torch import Tensor
 
 from unmask.alignment import log_likelihood
@@ -37,6 +38,13 @@ def seconds(likelihood: Callable[[Tensor, Tensor], Tensor], match: Tensor, links
     return time.perf_counter() - start, log_z.detach()
 
 
+def held(likelihood: Callable[[Tensor, Tensor], Tensor], match: Tensor, links: Tensor) -> int:
+    """The most bytes at once beside the inputs: gradients too."""
+    with Activations(torch.nn.ParameterList()) as watch:
+        seconds(likelihood, match, links)
+    return watch.peak
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
@@ -45,7 +53,8 @@ def main() -> None:
     torch.manual_seed(0)
     rows = []
     print(machine())
-    print(f"{'B':>3} {'T':>3} {'S':>4} {'loop':>10} {'unmask':>10} {'times as fast':>14} {'largest difference':>20}")
+    print(f"{'B':>3} {'T':>3} {'S':>4} {'loop':>10} {'unmask':>10} {'times as fast':>14}", end=" ")
+    print(f"{'held':>19} {'difference':>11}")
     for batch, steps, vertices in ((64, 21, 78), (32, 21, 154), (32, 50, 198), (32, 78, 310)):
         match = torch.randn(batch, steps, vertices, device=DEVICE).log_softmax(-1)
         allowed = torch.ones(vertices, vertices, device=DEVICE).triu(1).bool()
@@ -53,26 +62,24 @@ def main() -> None:
         links = torch.randn(batch, vertices, vertices, device=DEVICE).log_softmax(-1).masked_fill(~allowed, -1e4)
         lengths = [torch.full((batch,), n, device=DEVICE) for n in (steps, vertices)]
         times: dict[str, list[float]] = {"loop": [], "unmask": []}
+        fast = functools.partial(log_likelihood, target_length=lengths[0], state_length=lengths[1])
         for repeat in range(args.repeats + 1):
-            slow, expected = seconds(loop, match, links)
-            fast, log_z = seconds(lambda m, e: log_likelihood(m, e, *lengths), match, links)  # noqa: B023
+            slow_seconds, expected = seconds(loop, match, links)
+            fast_seconds, log_z = seconds(fast, match, links)
             if repeat:  # the first is for warming up
-                times["loop"].append(slow)
-                times["unmask"].append(fast)
-        ours, theirs = (statistics.median(times[name]) for name in ("unmask", "loop"))
+                times["loop"].append(slow_seconds)
+                times["unmask"].append(fast_seconds)
+        theirs, ours = (statistics.median(times[name]) for name in ("loop", "unmask"))
         off = ((log_z - expected).abs() / expected.abs()).max().item()
+        memory = {"loop": held(loop, match, links), "unmask": held(fast, match, links)}
+        megabytes = f"{memory['loop'] / 1e6:.0f} / {memory['unmask'] / 1e6:.0f} MB"
         print(
             f"{batch:>3} {steps:>3} {vertices:>4} {theirs * 1e3:>7.1f} ms {ours * 1e3:>7.1f} ms {theirs / ours:>14.1f} "
-            f"{off:>20.1e}"
+            f"{megabytes:>19} {off:>11.1e}"
         )
-        row = {
-            "B": batch,
-            "T": steps,
-            "S": vertices,
-            "seconds": times,
-            "speedup": ratios(times["loop"], times["unmask"]),
-        }
-        rows.append(row | {"difference": off})
+        row = {"B": batch, "T": steps, "S": vertices, "seconds": times}
+        row |= {"speedup": ratios(times["loop"], times["unmask"]), "held_bytes": memory, "difference": off}
+        rows.append(row)
     if args.output:
         args.output.write_text(json.dumps(machine() | {"repeats": args.repeats, "rows": rows}, indent=1))
 

@@ -7,6 +7,7 @@ from measuring import Activations, Ids, Step, activation_bytes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from unmask.alignment import log_likelihood
 from unmask.data.masking import EpochSampler, MaskedBatches, MaskedRows
 from unmask.modeling import cpu, head
 from unmask.objectives import get_objective
@@ -82,6 +83,16 @@ def test_attention_in_blocks_holds_the_scores_of_a_few_heads(monkeypatch):
         cpu.attention(*inputs).sum().backward()
     all_scores = 8 * 4 * 256 * 256 * 2  # bytes
     assert watch.peak < all_scores / 4
+
+
+@pytest.mark.parametrize(("steps", "vertices"), [(5, 120), (40, 120), (110, 120)])
+def test_alignment_holds_a_few_matrices_however_many_steps(steps, vertices):
+    """O(B (T S + S^2)): less than four of float64; the loop under autograd keeps T of B S^2."""
+    match = torch.randn(4, steps, vertices, requires_grad=True)
+    links = torch.randn(4, vertices, vertices, requires_grad=True)
+    with Activations(torch.nn.ParameterList()) as watch:
+        log_likelihood(match, links, torch.full((4,), steps), torch.full((4,), vertices)).sum().backward()
+    assert watch.peak < 4 * 8 * 4 * (steps * vertices + vertices**2)
 
 
 @pytest.mark.parametrize("model_type", ["modernbert", "bert"])
